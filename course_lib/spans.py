@@ -1,0 +1,75 @@
+"""What happened when: the record that every run, real or simulated, is made of.
+
+A `Span` is one stretch of time on one rank. Inside a rank, `record` collects them; `drain` hands over
+what has been collected since the last call. All times are `time.monotonic()`, which is one clock for all
+processes of a machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+COMPUTE = "compute"
+LINK = "link"
+INPUT = "input"
+
+
+@dataclass(frozen=True)
+class Span:
+    """One stretch of time on one rank.
+
+    rank: who. name: what ("forward", "backward", "all_reduce", "optimizer", "input", or your own word).
+    start, end: seconds of `time.monotonic()` (simulated spans start at 0). bytes: what this rank handed
+    over to be communicated; None where nothing was sent. lane: "compute", "link" or "input", the row of a
+    timeline it belongs to. step: which training step, from 0; None outside of steps. detail: what a reader
+    needs to tell it from its neighbours, such as "bucket 2".
+    """
+
+    rank: int
+    name: str
+    start: float
+    end: float
+    bytes: int | None = None
+    lane: str = COMPUTE
+    step: int | None = None
+    detail: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """How long it lasted."""
+        return self.end - self.start
+
+    def to_row(self) -> list:
+        """The span as a plain list, in field order, for JSON."""
+        return list(dataclasses.astuple(self))
+
+
+def from_rows(rows: Iterable[list]) -> list[Span]:
+    """The spans that `Span.to_row` made lists of."""
+    return [Span(*row) for row in rows]
+
+
+def select(spans: Iterable[Span], **wanted: object) -> list[Span]:
+    """The spans whose fields equal `wanted`, such as `select(run.spans, rank=0, name="forward")`."""
+    return [s for s in spans if all(getattr(s, key) == value for key, value in wanted.items())]
+
+
+_lock = threading.Lock()
+_pending: list[Span] = []
+
+
+def record(span: Span) -> None:
+    """Keep `span` until it is drained. Safe from any thread."""
+    with _lock:
+        _pending.append(span)
+
+
+def drain() -> list[Span]:
+    """All spans recorded since the last call."""
+    global _pending
+    with _lock:
+        taken, _pending = _pending, []
+    return taken
