@@ -7,9 +7,10 @@ processes of a machine.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 COMPUTE = "compute"
@@ -59,6 +60,18 @@ def select(spans: Iterable[Span], **wanted: object) -> list[Span]:
 
 _lock = threading.Lock()
 _pending: list[Span] = []
+_rank = 0
+
+
+def set_rank(rank: int) -> None:
+    """Say which rank this process is. The launcher calls it; elsewhere the rank is 0."""
+    global _rank
+    _rank = rank
+
+
+def current_rank() -> int:
+    """The rank that spans recorded in this process belong to."""
+    return _rank
 
 
 def record(span: Span) -> None:
@@ -73,3 +86,48 @@ def drain() -> list[Span]:
     with _lock:
         taken, _pending = _pending, []
     return taken
+
+
+_step: int | None = None
+_label = threading.local()
+
+
+def set_step(step: int | None) -> None:
+    """Say which training step this process is in: spans recorded from now on can belong to it."""
+    global _step
+    _step = step
+
+
+def current_step() -> int | None:
+    """The training step this process is in, as the probe last said; None outside of training."""
+    return _step
+
+
+@contextlib.contextmanager
+def labelled(detail: str) -> Iterator[None]:
+    """Name what this thread is about to communicate, such as "bucket 2", for whoever records it."""
+    before = current_label()
+    _label.detail = detail
+    try:
+        yield
+    finally:
+        _label.detail = before
+
+
+def current_label() -> str:
+    """What `labelled` named on this thread; empty where nothing is."""
+    return getattr(_label, "detail", "")
+
+
+_links_record = False
+
+
+def set_links_record_themselves(yes: bool) -> None:
+    """Say that the process group records when each transfer was on the link, so that nobody else has to."""
+    global _links_record
+    _links_record = yes
+
+
+def links_record_themselves() -> bool:
+    """Whether the process group records its own transfers (the paced one does)."""
+    return _links_record

@@ -1,0 +1,167 @@
+"""The logical clock of a thread: real time, less what the machine rather than the lesson took.
+
+A paced wait that is due at `d` wakes at some `r` a little after `d`, and eight ranks on two cores take turns
+for the real work between the waits. Were each such delay kept, they would add up along a ring. So each thread
+has a clock that stands at `d` after that wait: `now()` is `time.monotonic()` less a *lag*, and the next wait
+is shorter by the lag, which catches it up. Real time is never before logical time.
+
+- A wait carries over at most `CARRIED_SECONDS` of delay of its own; the rest is admitted: the clock moves on,
+  and what was lost is counted. So what is measured is never much shorter than what was paced.
+- After a paced layer has run in a thread, its clock *absorbs* the machine: processor time and time spent
+  queueing for a processor do not advance it, only paced waits and being blocked do. This makes eight ranks
+  on two cores behave like eight devices. Threads with real compute do not absorb: there it counts.
+- `settle` at a barrier, where people start their stopwatch, drops the lag: no debt passes a barrier.
+
+All times are seconds of CLOCK_MONOTONIC, which is one clock for all processes of a machine.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Protocol
+
+CARRIED_SECONDS = 0.005
+FORGIVEN_SECONDS = 0.001
+
+
+class Debt(Protocol):
+    """Something to wait for whose wait this module cannot see, such as a bucket that DDP's C++ waits for."""
+
+    due: float | None
+
+
+class ThreadClock:
+    """One thread's logical clock. Use it from that thread only; `current()` gives it."""
+
+    def __init__(self) -> None:
+        self.lag = 0.0
+        self.worst_lag = 0.0
+        self.lost = 0.0
+        self.waited = 0.0
+        self.absorbing = False
+        self._machine_mark = 0.0
+        self._debts: list[Debt] = []
+        try:
+            self._schedstat = open("/proc/thread-self/schedstat", "rb", buffering=0)  # noqa: SIM115
+        except OSError:
+            self._schedstat = None
+
+    def now(self) -> float:
+        """Logical time, in seconds of CLOCK_MONOTONIC."""
+        if self.absorbing:
+            used = self._machine_seconds()
+            self.lag += used - self._machine_mark
+            self._machine_mark = used
+        return time.monotonic() - self.lag
+
+    def sleep_until(self, due: float) -> None:
+        """Wait until `due`, a logical time; return at once where that has passed."""
+        started = self.now()
+        while (left := due - time.monotonic()) > 0:
+            time.sleep(left)
+        self.arrive(started, due)
+
+    def arrive(self, started: float, due: float) -> None:
+        """Stand at the later of `started` and `due` after a wait that began at logical time `started`.
+
+        Called after really waiting. What the wait took beyond that becomes lag, up to `CARRIED_SECONDS` or
+        the lag there was, and beyond that is lost.
+        """
+        stand = max(started, due)
+        late = max(0.0, time.monotonic() - stand)
+        allowed = max(self.lag, CARRIED_SECONDS)
+        self.waited += stand - started
+        self.lost += max(0.0, late - allowed)
+        self._set_lag(min(late, allowed))
+
+    def stand_at(self, due: float) -> None:
+        """Set the clock to `due`, for a thread that was woken to do what was due then."""
+        self._set_lag(max(0.0, min(time.monotonic() - due, CARRIED_SECONDS)))
+
+    def settle(self) -> None:
+        """Drop the lag; count what is more than a wake-up's delay as lost."""
+        self.now()
+        self.lost += max(0.0, self.lag - FORGIVEN_SECONDS)
+        self._set_lag(0.0)
+
+    def absorb(self, on: bool = True) -> None:
+        """Leave processor time and queueing for a processor out of this thread's clock, from here on."""
+        if on and not self.absorbing:
+            self._machine_mark = self._machine_seconds()
+        self.absorbing = on
+
+    def owe(self, debt: Debt) -> None:
+        """Note something whose wait happens out of sight; `pay` makes up for it."""
+        if self.absorbing:
+            self._debts.append(debt)
+
+    def pay(self) -> None:
+        """Stand no earlier than the noted things that have come due.
+
+        Called at a point by which they must have been waited for, such as the start of a forward pass.
+        """
+        if not self._debts:
+            return
+        now = self.now()
+        dues = [debt.due for debt in self._debts if debt.due is not None]
+        self._debts.clear()
+        if dues and max(dues) > now:
+            self._set_lag(max(0.0, time.monotonic() - max(dues)))
+
+    def behind(self) -> float:
+        """Seconds by which this thread's real times exceed the paced ones: what was lost, and the lag."""
+        return self.lost + self.lag
+
+    def _set_lag(self, lag: float) -> None:
+        self.lag = lag
+        self.worst_lag = max(self.worst_lag, lag)
+        if self.absorbing:
+            self._machine_mark = self._machine_seconds()
+
+    def _machine_seconds(self) -> float:
+        """Seconds this thread has run on a processor or queued for one.
+
+        The processor time that schedstat shows may be a tick old, so only the queueing is read there. Where
+        there is no schedstat, queueing counts as being blocked.
+        """
+        if self._schedstat is None:
+            return time.thread_time()
+        self._schedstat.seek(0)
+        return time.thread_time() + int(self._schedstat.read(100).split()[1]) * 1e-9
+
+
+_local = threading.local()
+_all: list[ThreadClock] = []
+_lock = threading.Lock()
+
+
+def current() -> ThreadClock:
+    """The clock of the calling thread."""
+    clock = getattr(_local, "clock", None)
+    if clock is None:
+        clock = _local.clock = ThreadClock()
+        with _lock:
+            _all.append(clock)
+    return clock
+
+
+def behind() -> dict[str, float]:
+    """How far the slowest of this process's threads is behind: `lost_seconds`, `lag_seconds`, `worst_lag_seconds`."""
+    with _lock:
+        slowest = max(_all, key=ThreadClock.behind, default=None)
+    if slowest is None:
+        return {"lost_seconds": 0.0, "lag_seconds": 0.0, "worst_lag_seconds": 0.0}
+    return {
+        "lost_seconds": slowest.lost,
+        "lag_seconds": slowest.lag,
+        "worst_lag_seconds": slowest.worst_lag,
+    }
+
+
+def reset() -> None:
+    """Forget every clock, as a freshly forked rank must."""
+    global _local
+    with _lock:
+        _all.clear()
+    _local = threading.local()

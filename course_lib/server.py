@@ -1,0 +1,382 @@
+"""The server: a fresh process with torch imported that forks the ranks of every job.
+
+It is started with `python -m course_lib.server` and holds one socket to the process that owns it. It has
+imported modules and nothing else: no threads, no CUDA, no autograd, so that forking it is safe. Whatever
+ends it or its owner ends every rank.
+
+A job arrives as a socket of its own. Over it come the job's description and the ranks' file descriptors;
+over it go the events "started", "exit" and "clean". When the owner closes it, the job is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+
+from course_lib.rank import RankSpec
+from course_lib.rank import main as run_rank
+from course_lib.wire import LENGTH
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass
+class Job:
+    """One running job: its socket, and which of its ranks are still alive."""
+
+    socket: socket.socket
+    pids: dict[int, int] = field(default_factory=dict)
+    sessions: set[int] = field(default_factory=set)
+    ending: bool = False
+
+
+def import_basics() -> None:
+    """Import what every rank needs, so that no rank has to."""
+    import cloudpickle
+    import numpy
+    import torch
+    import torch.distributed
+    import torch.nn.parallel
+    import torch.optim
+
+    import course_lib.results
+    import course_lib.travel
+
+    _ = cloudpickle, numpy, torch, course_lib
+
+
+def import_heavy() -> None:
+    """Import what DDP imports when the first model is wrapped: over a second, once instead of in each rank."""
+
+    for module in ("course_lib.probe", "course_lib.paced_group", "course_lib.tasks"):
+        with contextlib.suppress(ImportError):
+            __import__(module)
+    gc.collect()
+    gc.freeze()
+
+
+class Server:
+    """The event loop. Single-threaded on purpose: a fork copies only the thread that calls it."""
+
+    def __init__(self, control: socket.socket, owner_pid: int, forks: bool) -> None:
+        self.control = control
+        self.owner_pid = owner_pid
+        self.forks = forks
+        self.heavy_imported = not forks
+        self.jobs: dict[int, Job] = {}
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(control, selectors.EVENT_READ, "control")
+        self.wakeup_read, self.wakeup_write = (
+            os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if hasattr(os, "pipe2") else _nonblocking_pipe()
+        )
+        self.selector.register(self.wakeup_read, selectors.EVENT_READ, "child")
+        signal.set_wakeup_fd(self.wakeup_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self.owner_watch = _watch(owner_pid)
+        if self.owner_watch is not None:
+            self.selector.register(self.owner_watch, selectors.EVENT_READ, "owner gone")
+
+    def run(self) -> None:
+        """Serve until the owner is gone."""
+        while True:
+            idle_import = not self.heavy_imported and not self.jobs and self.served
+            events = self.selector.select(0.05 if idle_import else 2.0)
+            if not events and idle_import:
+                self._import_heavy()
+            if os.getppid() != self.owner_pid and self.owner_watch is None:
+                return
+            for key, _ in events:
+                if key.data == "owner gone":
+                    return
+                if key.data == "control":
+                    if not self._accept():
+                        return
+                elif key.data == "child":
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self.wakeup_read, 4096)
+                elif isinstance(key.data, Job):
+                    self._hear(key.data)
+            self._reap()
+
+    served = False
+
+    def _import_heavy(self) -> None:
+        import_heavy()
+        self.heavy_imported = True
+
+    def _accept(self) -> bool:
+        """Take one job from the owner. False where the owner is gone."""
+        data, fds, _, _ = socket.recv_fds(self.control, 1, 1)
+        if not data:
+            return False
+        channel = socket.socket(fileno=fds[0])
+        job = Job(channel)
+        opened: list[int] = []
+        try:
+            description = self._receive_description(channel, opened)
+            if self.forks and not self.heavy_imported and description["heavy"]:
+                self._import_heavy()
+            self._start(job, description, opened)
+            self.jobs[id(job)] = job
+            channel.setblocking(False)
+            self.selector.register(channel, selectors.EVENT_READ, job)
+            self.served = True
+            self._tell(job, {"event": "started", "pids": {r: p for p, r in job.pids.items()}})
+        except Exception as error:
+            for pid in job.pids:
+                _kill_group(pid)
+            self._tell(job, {"event": "broken", "text": f"{type(error).__name__}: {error}"})
+            channel.close()
+        finally:
+            for fd in opened:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+        return True
+
+    @staticmethod
+    def _receive_description(channel: socket.socket, opened: list[int]) -> dict:
+        channel.settimeout(10)
+        (length,) = LENGTH.unpack(_receive_exactly(channel, LENGTH.size))
+        description = json.loads(_receive_exactly(channel, length))
+        for _ in range(1 + description["world_size"]):
+            data, fds, _, _ = socket.recv_fds(channel, 1, 4)
+            if not data or len(fds) != 3:
+                raise RuntimeError("the launcher went away before the job was complete")
+            opened.extend(fds)
+        return description
+
+    def _start(self, job: Job, description: dict, fds: list[int]) -> None:
+        payload_fd, listen_fd, board_fd = fds[:3]
+        for rank in range(description["world_size"]):
+            channel_fd, output_fd, dump_fd = fds[3 + 3 * rank : 6 + 3 * rank]
+            spec = RankSpec(
+                rank=rank,
+                channel_fd=channel_fd,
+                output_fd=output_fd,
+                dump_fd=dump_fd,
+                payload_fd=payload_fd,
+                listen_fd=listen_fd,
+                board_fd=board_fd,
+                parent_pid=os.getpid(),
+                environment=description["environments"][rank],
+                device=description["devices"][rank],
+                **description["common"],
+            )
+            pid = self._fork(spec, fds) if self.forks else _spawn(spec)
+            job.pids[pid] = rank
+            job.sessions.add(pid)
+
+    def _fork(self, spec: RankSpec, fds: list[int]) -> int:
+        server_pid = os.getpid()
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            os.setsid()
+            _die_with_parent(server_pid)
+            self._forget(spec, fds)
+            run_rank(spec)
+        finally:
+            os._exit(70)
+
+    def _forget(self, spec: RankSpec, fds: list[int]) -> None:
+        """In a forked rank: let go of everything that is the server's or another rank's."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.selector.close()
+        self.control.close()
+        for fd in (self.wakeup_read, self.wakeup_write, self.owner_watch):
+            if fd is not None:
+                os.close(fd)
+        for job in self.jobs.values():
+            job.socket.close()
+        mine = {getattr(spec, name) for name in vars(spec) if name.endswith("_fd")}
+        for fd in fds:
+            if fd not in mine:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+
+    def _hear(self, job: Job) -> None:
+        try:
+            orders = job.socket.recv(64)
+        except BlockingIOError:
+            return
+        except OSError:
+            orders = b""
+        if b"d" in orders:
+            for pid in job.pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR1)
+        if b"k" in orders or not orders:
+            for pid in job.pids:
+                _kill_group(pid)
+        if not orders:
+            self.selector.unregister(job.socket)
+            job.socket.close()
+            job.ending = True
+
+    def _reap(self) -> None:
+        """Collect the dead, tell their jobs, and leave nothing of a finished job alive."""
+        while True:
+            try:
+                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                break
+            if found is None:
+                break
+            pid = found.si_pid
+            job = next((j for j in self.jobs.values() if pid in j.pids), None)
+            if job is not None:
+                # The dead leader still holds its group's number: nothing else can be hit.
+                _kill_group(pid)
+            _, status = os.waitpid(pid, 0)
+            if job is not None:
+                self._tell(job, {"event": "exit", "rank": job.pids.pop(pid), "status": status})
+        for job in [j for j in self.jobs.values() if not j.pids]:
+            self._sweep(job)
+            del self.jobs[id(job)]
+            self._tell(job, {"event": "clean"})
+            with contextlib.suppress(KeyError, ValueError):
+                self.selector.unregister(job.socket)
+            job.socket.close()
+
+    def _sweep(self, job: Job) -> None:
+        """Kill what the job's ranks left behind: orphans come to the server, which adopts them."""
+        alive = {pid for other in self.jobs.values() for pid in other.pids}
+        others = {s for other in self.jobs.values() if other is not job for s in other.sessions}
+        deadline = time.monotonic() + 2
+        while time.monotonic() < deadline:
+            orphans = [pid for pid in _children() if pid not in alive and _session(pid) not in others]
+            if not orphans:
+                return
+            for pid in orphans:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, 0)
+
+    def _tell(self, job: Job, event: dict) -> None:
+        if job.ending:
+            return
+        with contextlib.suppress(OSError):
+            job.socket.sendall(json.dumps(event).encode() + b"\n")
+
+    def end(self) -> None:
+        """Kill every rank and whatever they left."""
+        for job in self.jobs.values():
+            for pid in job.pids:
+                _kill_group(pid)
+        deadline = time.monotonic() + 2
+        while (children := _children()) and time.monotonic() < deadline:
+            for pid in children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, 0)
+
+
+def _nonblocking_pipe() -> tuple[int, int]:
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    os.set_blocking(write, False)
+    return read, write
+
+
+def _watch(pid: int) -> int | None:
+    """A descriptor that becomes readable when process `pid` ends, where the system has one."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
+
+
+def _receive_exactly(channel: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        part = channel.recv(min(count - len(data), 1 << 20))
+        if not part:
+            raise RuntimeError("the launcher went away before the job was complete")
+        data += part
+    return bytes(data)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(70)
+
+
+def _kill_group(pid: int) -> None:
+    """Kill a rank and all that is still in its process group."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
+
+
+def _children() -> list[int]:
+    """The processes whose parent is this one."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as listing:
+            return [int(pid) for pid in listing.read().split()]
+    except OSError:
+        import psutil
+
+        return [child.pid for child in psutil.Process().children()]
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return None
+
+
+def _spawn(spec: RankSpec) -> int:
+    """Start a rank as a fresh process, where forking is unsafe."""
+    fds = tuple(getattr(spec, name) for name in vars(spec) if name.endswith("_fd"))
+    code = "import json,sys; from course_lib import rank; rank.main(rank.RankSpec(**json.loads(sys.argv[1])))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, json.dumps(asdict(spec))],
+        pass_fds=fds,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    process.returncode = 0  # The server's own loop collects it; Popen is not to.
+    return process.pid
+
+
+def main() -> None:
+    """Entry point of `python -m course_lib.server CONTROL_FD OWNER_PID fork|spawn`."""
+    control_fd, owner_pid, method = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    if method == "fork":
+        import_basics()
+        gc.collect()
+        gc.freeze()
+    server = Server(socket.socket(fileno=control_fd), owner_pid, method == "fork")
+    try:
+        server.run()
+    finally:
+        server.end()
+
+
+if __name__ == "__main__":
+    main()
