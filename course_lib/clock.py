@@ -10,7 +10,8 @@ is shorter by the lag, which catches it up. Real time is never before logical ti
 - After a paced layer has run in a thread, its clock *absorbs* the machine: processor time and time spent
   queueing for a processor do not advance it, only paced waits and being blocked do. This makes eight ranks
   on two cores behave like eight devices. Threads with real compute do not absorb: there it counts.
-- `settle` at a barrier, where people start their stopwatch, drops the lag: no debt passes a barrier.
+- `settle` at a barrier, where people start their stopwatch, drops the lag: no debt passes a barrier, only what
+  waking from it took. The end of what is measured is delayed by a wake-up too, so this evens out.
 
 All times are seconds of CLOCK_MONOTONIC, which is one clock for all processes of a machine.
 """
@@ -21,8 +22,7 @@ import threading
 import time
 from typing import Protocol
 
-CARRIED_SECONDS = 0.005
-FORGIVEN_SECONDS = 0.001
+CARRIED_SECONDS = 0.010
 
 
 class Debt(Protocol):
@@ -80,9 +80,9 @@ class ThreadClock:
         self._set_lag(max(0.0, min(time.monotonic() - due, CARRIED_SECONDS)))
 
     def settle(self) -> None:
-        """Drop the lag; count what is more than a wake-up's delay as lost."""
+        """Drop the lag; what is more than wake-ups could have made is lost."""
         self.now()
-        self.lost += max(0.0, self.lag - FORGIVEN_SECONDS)
+        self.lost += max(0.0, self.lag - CARRIED_SECONDS)
         self._set_lag(0.0)
 
     def absorb(self, on: bool = True) -> None:
@@ -110,8 +110,8 @@ class ThreadClock:
             self._set_lag(max(0.0, time.monotonic() - max(dues)))
 
     def behind(self) -> float:
-        """Seconds by which this thread's real times exceed the paced ones: what was lost, and the lag."""
-        return self.lost + self.lag
+        """Seconds by which this thread's real times exceed the paced ones, beyond what wake-ups take."""
+        return self.lost + max(0.0, self.lag - CARRIED_SECONDS)
 
     def _set_lag(self, lag: float) -> None:
         self.lag = lag
@@ -147,16 +147,12 @@ def current() -> ThreadClock:
 
 
 def behind() -> dict[str, float]:
-    """How far the slowest of this process's threads is behind: `lost_seconds`, `lag_seconds`, `worst_lag_seconds`."""
+    """How far the slowest of this process's threads is behind, and the worst lag there was, in seconds."""
     with _lock:
-        slowest = max(_all, key=ThreadClock.behind, default=None)
-    if slowest is None:
-        return {"lost_seconds": 0.0, "lag_seconds": 0.0, "worst_lag_seconds": 0.0}
-    return {
-        "lost_seconds": slowest.lost,
-        "lag_seconds": slowest.lag,
-        "worst_lag_seconds": slowest.worst_lag,
-    }
+        return {
+            "behind_seconds": max(map(ThreadClock.behind, _all), default=0.0),
+            "worst_lag_seconds": max((thread.worst_lag for thread in _all), default=0.0),
+        }
 
 
 def reset() -> None:

@@ -170,12 +170,14 @@ def broadcast(
     *,
     bytes_per_second: float | None = None,
 ) -> float:
-    """Seconds of a broadcast down a binomial tree: ceil(log2 n) (latency + S/B).
+    """Seconds of a broadcast down pipelined trees: ceil(log2 n) latency + S/B.
 
-    Each round doubles the ranks that hold the message (Thakur, Rabenseifner and Gropp, 2005).
+    Each round doubles the ranks that hold the beginning of the message, and the rest follows in a pipeline.
+    No broadcast can be faster; two trees, each with half of the message, come close (Sanders, Speck and
+    Traff, 2009).
     """
     size, alpha, bandwidth, _ = _checked(message_bytes, ranks, gbps, latency_us, bytes_per_second, 0.0)
-    return _rounds(ranks) * (alpha + size / bandwidth)
+    return 0.0 if ranks == 1 else _rounds(ranks) * alpha + size / bandwidth
 
 
 def algorithm_bandwidth(message_bytes: float, seconds: float) -> float:

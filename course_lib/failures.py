@@ -145,7 +145,8 @@ def place(filename: str, line: int) -> str:
     """Where a line is, as a learner knows it: "cell In[3], line 5"."""
     ipython: Any = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     compiler = getattr(ipython, "compile", None)
-    name = compiler.format_code_name(filename) if hasattr(compiler, "format_code_name") else None
+    format_name = getattr(compiler, "format_code_name", None)
+    name = format_name(filename) if format_name else None
     if name:
         return f"{' '.join(name).lower().replace('in[', 'In[')}, line {line}"
     if "ipykernel_" in filename:

@@ -7,6 +7,7 @@ communication that is exposed. All can be told apart by colour-blind readers (af
 from __future__ import annotations
 
 import functools
+import io
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -25,6 +26,7 @@ HIDDEN_TEXT_COLOUR = "#4F6B85"
 NEUTRAL_COLOUR = "#C9C9C9"
 TEXT_COLOUR = "#202020"
 QUIET_COLOUR = "#707070"
+GRID_COLOUR = "#E4E4E4"
 
 KINDS = ("measured", "paced", "modelled", "published")
 
@@ -106,6 +108,18 @@ def new_axes(ax: Axes | None, width: float = 9.0, height: float = 3.6, **margins
     return ax
 
 
+def png(ax: Axes) -> bytes:
+    """The figure of `ax` as PNG, for a widget that redraws; the figure is closed."""
+    from matplotlib import pyplot
+
+    figure, buffer = ax.get_figure(root=True), io.BytesIO()
+    assert figure is not None
+    # Little compression: it is drawn anew at the next move of a slider.
+    figure.savefig(buffer, format="png", pil_kwargs={"compress_level": 1})
+    pyplot.close(figure)
+    return buffer.getvalue()
+
+
 def name_kind(ax: Axes, kind: str, **where: Any) -> None:
     """Write what the numbers are at the upper right, above the axes."""
     ax.set_title(
@@ -115,14 +129,14 @@ def name_kind(ax: Axes, kind: str, **where: Any) -> None:
 
 def points(ax: Axes) -> tuple[float, float]:
     """The width and height of the axes in points, in which text is measured too."""
-    box = ax.get_position()
-    width, height = ax.figure.get_size_inches()
-    return box.width * width * 72, box.height * height * 72
+    box = ax.get_window_extent()
+    dots_an_inch = ax.figure.dpi
+    return box.width / dots_an_inch * 72, box.height / dots_an_inch * 72
 
 
-def text_points(text: str, size: float) -> float:
+def text_points(text: str, size: float, *, bold: bool = False) -> float:
     """About how wide `text` is, in points. Asking the renderer would cost a drawing of the whole figure."""
-    return 0.58 * size * max(len(line) for line in text.split("\n"))
+    return (0.68 if bold else 0.59) * size * max(len(line) for line in text.split("\n"))
 
 
 def milliseconds(seconds: float) -> str:

@@ -49,7 +49,7 @@ class Server:
         self.owner_pid = os.getpid()
         self.method = starting_method()
         self.fingerprint = _fingerprint()
-        self.errors = tempfile.TemporaryFile()
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
         environment["PYTHONPATH"] = os.pathsep.join(

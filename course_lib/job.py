@@ -154,7 +154,7 @@ class Job:
         assert self.started_at is not None
         deadline = self.started_at + timeout
         while not all(state.reported for state in self.ranks):
-            if any(state.failure for state in self.ranks):
+            if any(state.failure for state in self.ranks) or self.clean:
                 return
             if time.monotonic() >= deadline:
                 self.timed_out = True

@@ -261,6 +261,11 @@ def _failure(job: Job, run: Run, timeout: float) -> BaseException | None:
         return JobTimeout(_stall_report(job, run, timeout), run)
     if failures:
         return RankError(_rank_report(job, primary(failures)), run)
+    if any(state.result is None for state in job.ranks):
+        return JobError(
+            "the process that starts ranks was killed, and the ranks with it. Launch again: a new one is started.",
+            run,
+        )
     return None
 
 

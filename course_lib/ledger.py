@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from course_lib import clock
 
 LATE_SHARE = 0.02
 LATE_SECONDS = 0.002
+FORGIVEN_SECONDS = 0.001
 
 
 class Ledger:
@@ -44,7 +45,7 @@ class Ledger:
             self._paced += 1
             self._paced_seconds += seconds
             # What a wake-up takes is not the transfer's fault, and is caught up.
-            if lateness > clock.FORGIVEN_SECONDS:
+            if lateness > FORGIVEN_SECONDS:
                 self._late += 1
                 self._lateness += lateness
                 self._worst = max(self._worst, lateness)
@@ -73,22 +74,22 @@ class Ledger:
                 "without_stamps": self._without_stamps,
                 **clock.behind(),
             }
-        return {"operations": operations, "pace": pace}
+        return {"traffic": operations, "pace": pace}
 
 
-def kept_pace(reports: list[Mapping[str, Any]]) -> bool:
+def kept_pace(reports: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the machine kept the pace on all ranks, so that measured times are the paced ones."""
     return not any(_too_late(report["pace"]) for report in reports)
 
 
-def pace_warning(reports: list[Mapping[str, Any]]) -> str:
+def pace_warning(reports: Sequence[Mapping[str, Any]]) -> str:
     """A sentence that says how the machine did not keep the pace; empty where it did."""
     late = [report["pace"] for report in reports if _too_late(report["pace"])]
     if not late:
         return ""
     transfers = sum(report["pace"]["transfers"] for report in reports)
     number = sum(report["pace"]["late"] for report in reports)
-    behind = max(pace["lost_seconds"] + pace["lag_seconds"] for pace in late)
+    behind = max(pace["behind_seconds"] for pace in late)
     worst = max(report["pace"]["worst_lateness_seconds"] for report in reports)
     said = f"the machine could not keep this pace: {number} of {transfers} transfers finished late"
     if number:
@@ -99,5 +100,5 @@ def pace_warning(reports: list[Mapping[str, Any]]) -> str:
 
 
 def _too_late(pace: Mapping[str, Any]) -> bool:
-    late = max(pace["lateness_seconds"], pace["lost_seconds"] + pace["lag_seconds"])
+    late = max(pace["lateness_seconds"], pace["behind_seconds"])
     return late > max(LATE_SHARE * pace["paced_seconds"], LATE_SECONDS)

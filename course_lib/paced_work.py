@@ -11,6 +11,7 @@ import heapq
 import itertools
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -58,9 +59,13 @@ class Timer:
                         return
                     self._changed.wait(left)
                 due, _, action = heapq.heappop(self._heap)
-            # A collective that a callback issues starts when the one before was due, not when this thread woke.
+            # What a callback issues starts when the collective before was due, not when this thread woke.
             clock.current().stand_at(due)
-            action()
+            try:
+                action()
+            except Exception:
+                # A callback's fault must not keep other collectives from completing.
+                traceback.print_exc()
 
 
 TIMER = Timer()
@@ -69,7 +74,7 @@ TIMER = Timer()
 class PacedWork(dist.Work):
     """A collective on its way through the group's queue.
 
-    outputs: what the future holds, as gloo's would. settles: whether waiting for it drops the thread's lag.
+    outputs: what the future holds, as gloo's would. settles: whether the thread's lag from before is dropped.
     """
 
     def __init__(self, outputs: list[Any], settles: bool = False) -> None:
@@ -108,9 +113,9 @@ class PacedWork(dist.Work):
         assert self.due is not None
         while (left := self.due - time.monotonic()) > 0:
             time.sleep(left)
-        thread.arrive(started, self.due)
         if self._settles:
             thread.settle()
+        thread.arrive(started, self.due)
         return True
 
     def get_future(self) -> torch.futures.Future:
@@ -180,7 +185,7 @@ class MessageWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has been waited for and is due."""
+        """Whether it has been waited for and is due. As on gloo, only `wait` gets it there."""
         return self.due is not None and self.due <= time.monotonic()
 
     def is_success(self) -> bool:

@@ -213,4 +213,4 @@ def _watch_loaders() -> None:
         spans.record(Span(spans.current_rank(), "input", start, time.monotonic(), None, INPUT, upcoming))
         return batch
 
-    _BaseDataLoaderIter.__next__ = timed_next
+    _BaseDataLoaderIter.__next__ = timed_next  # type: ignore[method-assign]

@@ -228,7 +228,7 @@ def _send_result(sender: wire.Sender, value: Any) -> None:
 def describe(error: BaseException, stage: str) -> dict:
     """What went wrong, as plain data: type, message, the chain of tracebacks, stage and time."""
     summary = traceback.TracebackException.from_exception(error, capture_locals=False, lookup_lines=True)
-    chain = []
+    chain: list[dict] = []
     link: traceback.TracebackException | None = summary
     while link is not None and len(chain) < 5:
         chain.append(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import os
 import selectors
@@ -41,27 +42,17 @@ class Job:
     ending: bool = False
 
 
-def import_basics() -> None:
-    """Import what every rank needs, so that no rank has to."""
-    import cloudpickle
-    import numpy
-    import torch
-    import torch.distributed
-    import torch.nn.parallel
-    import torch.optim
-
-    import course_lib.results
-    import course_lib.travel
-
-    _ = cloudpickle, numpy, torch, course_lib
+BASICS = ("cloudpickle", "numpy", "torch", "torch.distributed", "torch.nn.parallel", "torch.optim")
+OURS = ("course_lib.results", "course_lib.travel")
+# What DDP imports when the first model is wrapped: over a second, here once instead of in each rank.
+HEAVY = ("torch._dynamo", "torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
+OURS_WITH_TORCH = ("course_lib.probe", "course_lib.paced_group", "course_lib.tasks")
 
 
-def import_heavy() -> None:
-    """Import what DDP imports when the first model is wrapped: over a second, once instead of in each rank."""
-
-    for module in ("course_lib.probe", "course_lib.paced_group", "course_lib.tasks"):
-        with contextlib.suppress(ImportError):
-            __import__(module)
+def import_all(*names: str) -> None:
+    """Import modules that every rank needs, so that no rank has to, and keep their memory shared."""
+    for name in names:
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()
 
@@ -113,7 +104,7 @@ class Server:
     served = False
 
     def _import_heavy(self) -> None:
-        import_heavy()
+        import_all(*HEAVY, *OURS_WITH_TORCH)
         self.heavy_imported = True
 
     def _accept(self) -> bool:
@@ -368,9 +359,7 @@ def main() -> None:
     control_fd, owner_pid, method = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     if method == "fork":
-        import_basics()
-        gc.collect()
-        gc.freeze()
+        import_all(*BASICS, *OURS)
     server = Server(socket.socket(fileno=control_fd), owner_pid, method == "fork")
     try:
         server.run()

@@ -49,7 +49,7 @@ def advise(finished: list[int], standings: dict[int, Standing | None]) -> str:
         )
     if collectives and computing:
         return (
-            f"{_ranks(list(collectives), first=True)} waited for {_ranks(computing)}, which had not got there. "
+            f"{_ranks(list(collectives), first=True)} waited for {_ranks(computing)}, not there yet. "
             "If that work simply takes long, give launch a larger timeout."
         )
     if collectives:

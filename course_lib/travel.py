@@ -11,6 +11,7 @@ import inspect
 import io
 import pickle
 import types
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,7 @@ class _Pickler(cloudpickle.CloudPickler):
         named = tuple(code.co_filename if part == "<dynamic-code>" else part for part in parts)
         return make, named, *rest
 
-    dispatch_table = collections.ChainMap(
+    dispatch_table: typing.ClassVar = collections.ChainMap(
         {types.CodeType: _reduce_code.__func__},  # type: ignore[attr-defined]
         cloudpickle.CloudPickler.dispatch_table,
     )

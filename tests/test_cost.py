@@ -145,11 +145,15 @@ def test_reduce_scatter_and_all_gather_are_the_halves_of_a_ring():
         assert both == pytest.approx(whole, rel=1e-9)
 
 
-def test_a_broadcast_doubles_the_holders_each_round():
+def test_a_broadcast_needs_a_trees_rounds_and_the_message_once():
     for size, ranks, gbps, latency_us, _ in random_networks(40, 3, powers_of_two=True):
-        network = Network(ranks, gbps * 1e9 / 8, latency_us * 1e-6)
-        expected = max(broadcast_from(network, size, ranks, 0.0))
+        bandwidth, latency = gbps * 1e9 / 8, latency_us * 1e-6
+        first_byte = max(broadcast_from(Network(ranks, bandwidth, latency), 0.0, ranks, 0.0))
+        expected = first_byte + size / bandwidth
         assert cost.broadcast(size, ranks, gbps, latency_us) == pytest.approx(expected, rel=1e-9)
+        # Whole messages in rounds are slower.
+        whole = max(broadcast_from(Network(ranks, bandwidth, latency), size, ranks, 0.0))
+        assert expected <= whole * (1 + 1e-9)
 
 
 def test_hand_computed_seconds():
@@ -160,7 +164,7 @@ def test_hand_computed_seconds():
     assert cost.tree_all_reduce(1e6, **given) == pytest.approx(4 * 0.0101)
     assert cost.halving_doubling_all_reduce(1e6, **given) == pytest.approx(4 * 0.0001 + 1.5 * 0.010)
     assert cost.point_to_point(1e6, 0.8, 100) == pytest.approx(0.0101)
-    assert cost.broadcast(1e6, **given) == pytest.approx(2 * 0.0101)
+    assert cost.broadcast(1e6, **given) == pytest.approx(2 * 0.0001 + 0.010)
     assert cost.ring_all_reduce(1e6, 4, bytes_per_second=1e8) == pytest.approx(0.015)
 
 

@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -106,7 +107,8 @@ def test_cgroup_version_2_limits_are_read_and_the_tightest_ancestor_counts(tmp_p
             "sys/fs/cgroup/pod/memory.max": "5000\n",
             "sys/fs/cgroup/pod/memory.current": "4000\n",
             "sys/fs/cgroup/pod/memory.stat": "anon 1\ninactive_file 300\nslab 2\n",
-            "sys/fs/cgroup/pod/box/cpu.max": "max 100000\n",
+            "sys/fs/cgroup/cpu.max": "max 100000\n",
+            "sys/fs/cgroup/pod/box/cpu.max": "900000 100000\n",
             "sys/fs/cgroup/pod/box/memory.max": "9000\n",
             "sys/fs/cgroup/pod/box/memory.current": "100\n",
         },
@@ -196,10 +198,15 @@ def test_gpus_that_this_pytorch_cannot_use_do_not_count(three_gpus, monkeypatch)
     assert "3 found" in why and "without CUDA" in why
 
 
-def test_whether_pytorch_has_cuda_is_read_without_importing_it():
+def test_whether_pytorch_has_cuda_is_read_from_its_files(tmp_path, monkeypatch):
     import torch
 
     assert hardware.torch_has_cuda() == (torch.version.cuda is not None)
+    installed = types.SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda name: installed)
+    for line, has_cuda in (("cuda: Optional[str] = '13.0'", True), ("cuda: Optional[str] = None", False)):
+        (tmp_path / "version.py").write_text(f"__version__ = '2.13.0'\n{line}\nhip: Optional[str] = '6.4'\n")
+        assert hardware.torch_has_cuda() == has_cuda
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux only")

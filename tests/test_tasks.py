@@ -34,6 +34,8 @@ MODELS = {
 }
 
 
+FIRST_TRAINING_LABELS = [2, 8, 2, 6, 6, 7, 1, 9, 8, 5, 2, 8]
+
 # Data
 
 
@@ -71,9 +73,6 @@ def test_digits_are_split_without_overlap_and_the_same_way_each_time():
     # The split of a version of numpy or torch yet to come must be this one.
     assert train[1][:12].tolist() == FIRST_TRAINING_LABELS
     assert train[1].bincount(minlength=10).min() > 100
-
-
-FIRST_TRAINING_LABELS = [2, 8, 2, 6, 6, 7, 1, 9, 8, 5, 2, 8]
 
 
 def test_an_unknown_split_is_refused():
