@@ -26,9 +26,18 @@ CARRIED_SECONDS = 0.010
 
 
 class Debt(Protocol):
-    """Something to wait for whose wait this module cannot see, such as a bucket that DDP's C++ waits for."""
+    """Something to wait for whose wait this module cannot see, such as a bucket that DDP's C++ waits for.
+
+    due: when it is over, in logical seconds. told: when those who wait were told, in real ones.
+    """
 
     due: float | None
+    told: float | None
+
+
+def _due(debt: Debt) -> float:
+    assert debt.due is not None
+    return debt.due
 
 
 class ThreadClock:
@@ -38,7 +47,8 @@ class ThreadClock:
         self.lag = 0.0
         self.worst_lag = 0.0
         self.lost = 0.0
-        self.waited = 0.0
+        self.slept = 0.0
+        self._stood = 0.0
         self.absorbing = False
         self._machine_mark = 0.0
         self._debts: list[Debt] = []
@@ -58,6 +68,7 @@ class ThreadClock:
     def sleep_until(self, due: float) -> None:
         """Wait until `due`, a logical time; return at once where that has passed."""
         started = self.now()
+        self.slept += max(0.0, due - started)
         while (left := due - time.monotonic()) > 0:
             time.sleep(left)
         self.arrive(started, due)
@@ -71,7 +82,7 @@ class ThreadClock:
         stand = max(started, due)
         late = max(0.0, time.monotonic() - stand)
         allowed = max(self.lag, CARRIED_SECONDS)
-        self.waited += stand - started
+        self._stood = stand
         self.lost += max(0.0, late - allowed)
         self._set_lag(min(late, allowed))
 
@@ -97,17 +108,20 @@ class ThreadClock:
             self._debts.append(debt)
 
     def pay(self) -> None:
-        """Stand no earlier than the noted things that have come due.
+        """Make up for the waits out of sight, at a point by which they are over: the start of a forward pass.
 
-        Called at a point by which they must have been waited for, such as the start of a forward pass.
+        The thread stands no earlier than the last of them was due. If it had nothing else to wait for when
+        that came due, the delay until it was told is the machine's, and does not count.
         """
-        if not self._debts:
-            return
-        now = self.now()
-        dues = [debt.due for debt in self._debts if debt.due is not None]
+        last = max((debt for debt in self._debts if debt.due is not None), key=_due, default=None)
         self._debts.clear()
-        if dues and max(dues) > now:
-            self._set_lag(max(0.0, time.monotonic() - max(dues)))
+        if last is None:
+            return
+        late = self.now() - _due(last)
+        if late < 0:
+            self._set_lag(max(0.0, self.lag + late))
+        elif _due(last) > self._stood and last.told is not None:
+            self._set_lag(self.lag + min(late, max(0.0, last.told - _due(last))))
 
     def behind(self) -> float:
         """Seconds by which this thread's real times exceed the paced ones, beyond what wake-ups take."""
@@ -152,6 +166,7 @@ def behind() -> dict[str, float]:
         return {
             "behind_seconds": max(map(ThreadClock.behind, _all), default=0.0),
             "worst_lag_seconds": max((thread.worst_lag for thread in _all), default=0.0),
+            "slept_seconds": max((thread.slept for thread in _all), default=0.0),
         }
 
 

@@ -101,4 +101,5 @@ def pace_warning(reports: Sequence[Mapping[str, Any]]) -> str:
 
 def _too_late(pace: Mapping[str, Any]) -> bool:
     late = max(pace["lateness_seconds"], pace["behind_seconds"])
-    return late > max(LATE_SHARE * pace["paced_seconds"], LATE_SECONDS)
+    paced = pace["paced_seconds"] + pace["slept_seconds"]
+    return late > max(LATE_SHARE * paced, LATE_SECONDS)

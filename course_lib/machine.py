@@ -148,7 +148,7 @@ def device_for(local_rank: int, backend: str, gpus: int) -> str:
         return "cpu"
     if not 0 <= local_rank < gpus:
         raise ValueError(
-            f"Local rank {local_rank} has no GPU of its own: {gpus} can be used here. Start at most {gpus} ranks."
+            f"Local rank {local_rank} has no GPU of its own: {gpus} can be used. Start at most {gpus} ranks."
         )
     return f"cuda:{local_rank}"
 

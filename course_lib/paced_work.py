@@ -80,6 +80,7 @@ class PacedWork(dist.Work):
     def __init__(self, outputs: list[Any], settles: bool = False) -> None:
         super().__init__()
         self.due: float | None = None
+        self.told: float | None = None
         self._outputs = outputs
         self._settles = settles
         self._error: BaseException | None = None
@@ -125,11 +126,15 @@ class PacedWork(dist.Work):
                 carried: torch.futures.Future = torch.futures.Future()
                 # An error must be raised inside C++ to reach those who wait there; `then` does that.
                 self._future = carried.then(self._unwrap)
-                self._complete = lambda: carried.set_result(None)
+                self._complete = lambda: self._tell(carried)
                 clock.current().owe(self)
                 if self.due is not None:
                     TIMER.at(self.due, self._complete)
             return self._future
+
+    def _tell(self, carried: torch.futures.Future) -> None:
+        self.told = time.monotonic()
+        carried.set_result(None)
 
     def _unwrap(self, _: torch.futures.Future) -> list[Any]:
         if self._error is not None:

@@ -24,8 +24,11 @@ class Standing:
     def collective(self) -> str | None:
         """The torch.distributed call that the rank was waiting in, such as "all_reduce"."""
         outermost = None
-        for file, _, function in self.frames:
+        for file, number, function in self.frames:
             if is_learners(file):
+                # A collective's handle waits in compiled code, which has no Python frame of its own.
+                if outermost is None and ".wait(" in source_line(file, number):
+                    return "wait"
                 break
             if any(part in file for part in COMMUNICATION_FILES) and function not in PLUMBING:
                 outermost = function

@@ -254,3 +254,368 @@ def one_rank_dies() -> str:
 def test_a_rank_that_dies_is_an_error_for_the_others_not_a_hang() -> None:
     with pytest.raises(RankFailed, match="rank 1: ended without an answer"):
         run_ranks(one_rank_dies, 2, pace=FAST)
+
+
+# Training: DDP and its relatives run on it unchanged.
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
+
+
+def whole_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(48, 20, generator=generator)
+    return inputs, torch.randint(0, 3, (48,), generator=generator)
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int = 0, n: int = 1
+) -> list[torch.Tensor]:
+    inputs, labels = whole_batch()
+    for _ in range(4):
+        loss = nn.functional.cross_entropy(model(inputs[rank::n]), labels[rank::n])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def train_ddp(cap: float, hook: str = "") -> list[torch.Tensor]:
+    torch.manual_seed(dist.get_rank())
+    model = DDP(small_model(), bucket_cap_mb=cap)
+    if hook == "fp16":
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+        model.register_comm_hook(None, fp16_compress_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return train(model, optimizer, dist.get_rank(), dist.get_world_size())
+
+
+@pytest.mark.parametrize("hook", ["", "fp16"])
+@pytest.mark.parametrize("pace", [Pace(gbps=0.5, latency_us=100), Pace()], ids=str)
+def test_ddp_learns_bit_for_bit_what_it_learns_on_gloo(pace: Pace, hook: str) -> None:
+    ours = run_ranks(train_ddp, 3, 0.005, hook, pace=pace)
+    assert same(ours, run_ranks(train_ddp, 3, 0.005, hook, pace=None))
+    assert all(same(ours[0], other) for other in ours)
+
+
+def test_ddp_equals_one_process_on_the_whole_batch() -> None:
+    model = small_model()
+    alone = train(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    for rank in run_ranks(train_ddp, 3, 25, pace=FAST):
+        for mine, theirs in zip(rank, alone, strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
+def broken_in_ddp() -> str:
+    model = DDP(nn.Linear(4, 4))
+    model.register_comm_hook(
+        None, lambda _, bucket: dist.all_reduce(bucket.buffer().to(torch.int16), async_op=True).get_future()
+    )
+    with pytest.raises(Exception) as caught:
+        model(torch.ones(2, 4)).sum().backward()
+    return str(caught.value)
+
+
+def test_an_error_in_a_bucket_reaches_the_backward_pass() -> None:
+    for message in run_ranks(broken_in_ddp, 2, pace=FAST):
+        assert "scalar type" in message.lower()
+
+
+def train_zero() -> list[torch.Tensor]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = DDP(small_model())
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1, momentum=0.9
+    )
+    learned = train(model, optimizer, dist.get_rank(), dist.get_world_size())
+    optimizer.consolidate_state_dict(to=0)
+    return learned
+
+
+def train_sharded(folder: str) -> list[torch.Tensor]:
+    import torch.distributed.checkpoint as checkpoint
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def sharded() -> nn.Module:
+        model = small_model()
+        for layer in model:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    model = sharded()
+    train(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        dist.get_rank(),
+        dist.get_world_size(),
+    )
+    checkpoint.save(get_model_state_dict(model), checkpoint_id=folder)
+    again = sharded()
+    state = get_model_state_dict(again)
+    checkpoint.load(state, checkpoint_id=folder)
+    set_model_state_dict(again, state)
+    return [parameter.full_tensor().detach() for parameter in again.parameters()]
+
+
+@pytest.mark.parametrize("pace", [Pace(gbps=5, latency_us=20), Pace()], ids=str)
+def test_zero_fully_shard_and_distributed_checkpoints_run_and_learn_the_same(
+    pace: Pace, tmp_path: Any
+) -> None:
+    model = small_model()
+    alone = train(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    zero = run_ranks(train_zero, 2, pace=pace)
+    sharded = run_ranks(train_sharded, 2, str(tmp_path / "checkpoint"), pace=pace)
+    for learned in (*zero, *sharded):
+        for mine, theirs in zip(learned, alone, strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
+# Counts: what was sent, by arithmetic.
+
+
+def send_a_little() -> int:
+    rank, n = dist.get_rank(), dist.get_world_size()
+    x = torch.ones(1000)
+    dist.all_reduce(x)
+    dist.all_reduce(x.to(torch.float16))
+    dist.broadcast(x, 0)
+    dist.all_gather([torch.empty(1000) for _ in range(n)], x)
+    dist.reduce_scatter_single(torch.empty(1000), torch.ones(1000 * n))
+    dist.gather(x, [torch.empty(1000) for _ in range(n)] if rank == 0 else None)
+    dist.scatter(x, [x] * n if rank == 0 else None)
+    if rank == 0:
+        for other in range(1, n):
+            dist.recv(x, other)
+    else:
+        dist.send(x, 0)
+    dist.barrier()
+    return rank
+
+
+@pytest.mark.parametrize("pace", [Pace(), FAST], ids=str)
+def test_the_report_counts_what_was_sent(pace: Pace) -> None:
+    n = 4
+    answers = run_ranks(send_a_little, n, pace=pace, reports=True)
+    for rank, report in answers:
+        traffic, root = report["traffic"], rank == 0
+        assert traffic["all_reduce"] == {
+            "calls": 2,
+            "payload_bytes": 6000,
+            "messages": 12,
+            "bytes_sent": 9000,
+            "bytes_received": 9000,
+        }
+        assert traffic["broadcast"]["payload_bytes"] == (4000 if root else 0)
+        assert traffic["broadcast"]["bytes_received"] == (0 if root else 4000)
+        assert traffic["all_gather"]["bytes_sent"] == traffic["reduce_scatter"]["bytes_sent"] == 12000
+        assert traffic["all_gather"]["messages"] == 3
+        assert traffic["gather"]["bytes_received"] == (12000 if root else 0)
+        assert traffic["scatter"]["bytes_sent"] == (12000 if root else 0)
+        assert traffic["barrier"]["bytes_sent"] == 0
+        sent = traffic.get("send", {"bytes_sent": 0})["bytes_sent"]
+        assert sent == (0 if root else 4000)
+        assert traffic.get("recv", {"bytes_received": 0})["bytes_received"] == (12000 if root else 0)
+    assert sum(report["traffic"]["broadcast"]["bytes_sent"] for _, report in answers) == (n - 1) * 4000
+
+
+def ddp_steps(steps: int) -> None:
+    model = DDP(nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(3))))
+    for _ in range(steps):
+        model(torch.ones(2, 100)).sum().backward()
+
+
+def test_a_ddp_step_sends_its_gradients_once() -> None:
+    for _, report in run_ranks(ddp_steps, 2, 5, pace=Pace(), reports=True):
+        assert report["traffic"]["all_reduce"]["payload_bytes"] == 5 * 3 * 100 * 100 * 4
+
+
+def test_counting_holds_nothing_back_and_always_keeps_the_pace() -> None:
+    assert not Pace().holds_back
+    reports = [report for _, report in run_ranks(send_a_little, 2, pace=Pace(), reports=True)]
+    assert kept_pace(reports) and verdict(reports) is None
+
+
+def recorded() -> list[spans.Span]:
+    with spans.labelled("bucket 7"):
+        dist.all_reduce(torch.ones(25_000))
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(25_000), 1)
+    else:
+        dist.recv(torch.ones(25_000), 0)
+    return spans.drain()
+
+
+def test_each_transfer_is_recorded_with_its_paced_time() -> None:
+    for rank, found in enumerate(run_ranks(recorded, 2, pace=Pace(gbps=0.1, latency_us=1000))):
+        reduce, message = found
+        assert (reduce.rank, reduce.name, reduce.lane, reduce.bytes) == (rank, "all_reduce", "link", 100_000)
+        assert reduce.detail == "bucket 7"
+        assert reduce.seconds == pytest.approx(0.010)
+        assert message.name == ("recv" if rank else "send") and message.seconds == pytest.approx(0.008)
+        assert message.detail == ("from 0" if rank else "to 1")
+    assert not any(run_ranks(recorded, 2, pace=Pace()))
+
+
+# The link and the clock by themselves.
+
+
+def test_messages_queue_on_the_egress() -> None:
+    link = Link(bytes_per_second=100.0)
+    assert link.send(10.0, 50) == (10.0, 10.5)
+    assert link.send(10.1, 100) == (10.5, 11.5)
+    assert link.send(20.0, 100) == (20.0, 21.0)
+
+
+def test_a_late_message_that_is_waited_for_first_does_not_delay_an_early_one() -> None:
+    link = Link(bytes_per_second=100.0, latency=1.0)
+    assert link.receive(30.0, 100) == (31.0, 32.0)
+    assert link.receive(10.0, 100) == (11.0, 12.0)
+    assert link.receive(10.0, 100) == (12.0, 13.0)
+    assert link.receive(29.5, 50) == (30.5, 31.0)
+    assert link.receive(29.5, 100) == (32.0, 33.0)
+
+
+def test_a_link_remembers_only_so_much() -> None:
+    link = Link(bytes_per_second=100.0)
+    for i in range(3000):
+        link.receive(10.0 * i, 100)
+    assert len(link._taken) <= 1024
+    assert link.receive(0.0, 100)[0] > 10_000
+
+
+def test_plans_follow_their_formulas() -> None:
+    n, size = 4, 1000
+    link = Link(bytes_per_second=1000.0, latency=0.1)
+    came = {0: 5.0, 1: 6.0, 2: 7.0, 3: 8.0}
+
+    def done(name: str, rank: int, root: int = 0) -> float:
+        return plan(name, size, rank, n, root).finish(came, rank, link)[1]
+
+    assert done("all_reduce", 0) == pytest.approx(8 + 0.6 + 1.5)
+    assert done("all_gather", 2) == done("reduce_scatter", 1) == pytest.approx(8 + 0.3 + 0.75)
+    assert done("barrier", 1) == pytest.approx(8.2)
+    assert done("broadcast", 0) == pytest.approx(6)
+    assert done("broadcast", 1) == pytest.approx(7.2)
+    assert done("broadcast", 1, root=3) == pytest.approx(9.2)
+    assert done("reduce", 0) == pytest.approx(9.2) and done("reduce", 2) == pytest.approx(8)
+    assert done("scatter", 0) == pytest.approx(8) and done("scatter", 3) == pytest.approx(8 + 0.1 + 3)
+    # The root of a gather takes in 6.1 to 7.1, 7.1 to 8.1, 8.1 to 9.1.
+    assert done("gather", 0) == pytest.approx(9.1) and done("gather", 3) == pytest.approx(9)
+    with pytest.raises(ValueError, match="sort"):
+        plan("sort", 1, 0, 2)
+
+
+def test_delays_of_waking_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = 100.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal real
+        real += seconds + 0.003
+
+    monkeypatch.setattr(clock.time, "monotonic", lambda: real)
+    monkeypatch.setattr(clock.time, "sleep", sleep)
+    thread = clock.ThreadClock()
+    for _ in range(100):
+        thread.sleep_until(thread.now() + 0.010)
+    assert thread.now() == pytest.approx(101.0)
+    assert real == pytest.approx(101.003)
+    assert thread.behind() == 0.0
+
+
+def test_what_cannot_be_caught_up_is_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = 100.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal real
+        real += seconds + 0.5
+
+    monkeypatch.setattr(clock.time, "monotonic", lambda: real)
+    monkeypatch.setattr(clock.time, "sleep", sleep)
+    thread = clock.ThreadClock()
+    thread.sleep_until(101.0)
+    assert thread.now() == pytest.approx(101.49)
+    assert thread.behind() == pytest.approx(0.49)
+    thread.settle()
+    assert thread.now() == pytest.approx(real)
+
+
+def test_a_clock_that_absorbs_leaves_out_processor_time() -> None:
+    thread = clock.ThreadClock()
+    thread.absorb()
+    before, real = thread.now(), time.monotonic()
+    while time.monotonic() < real + 0.1:
+        pass
+    assert thread.now() - before < 0.02
+    before = thread.now()
+    time.sleep(0.05)
+    assert thread.now() - before > 0.04
+
+
+# Paces and paced layers refuse what makes no sense.
+
+
+@pytest.mark.parametrize("gbps", [0, -1, 1e9, math.nan, math.inf, -math.inf])
+def test_a_bandwidth_that_makes_no_sense_is_refused(gbps: float) -> None:
+    with pytest.raises(ValueError, match="gbps="):
+        Pace(gbps=gbps)
+
+
+@pytest.mark.parametrize("latency", [-1, 1e9, math.nan, math.inf])
+def test_a_latency_that_makes_no_sense_is_refused(latency: float) -> None:
+    with pytest.raises(ValueError, match="latency_us="):
+        Pace(gbps=1, latency_us=latency)
+
+
+@pytest.mark.parametrize("value", [True, "1", [1], 1j])
+def test_a_pace_that_is_no_number_is_refused(value: Any) -> None:
+    with pytest.raises(TypeError, match="gbps="):
+        Pace(gbps=value)
+    with pytest.raises(TypeError, match="latency_us="):
+        Pace(latency_us=value)
+
+
+def test_a_pace_knows_its_units_and_survives_json() -> None:
+    import json
+
+    pace = Pace(gbps=0.8, latency_us=50)
+    assert pace.bytes_per_second == 1e8 and pace.seconds(1e6) == 0.01 and pace.latency == 50e-6
+    assert Pace.from_dict(json.loads(json.dumps(pace.to_dict()))) == pace
+    assert Pace().seconds(1e9) == 0.0
+    with pytest.raises(TypeError, match="not a Pace"):
+        install(0.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [-1, math.nan, 1e9, True, "3"])
+def test_a_layer_time_that_makes_no_sense_is_refused(value: Any) -> None:
+    for forward, backward in ((value, 1), (1, value)):
+        with pytest.raises((ValueError, TypeError), match="_ms="):
+            paced(nn.Linear(2, 2), forward, backward)
+    with pytest.raises(TypeError, match="takes a module"):
+        paced(lambda x: x, 1, 1)  # type: ignore[type-var]
+
+
+def test_a_paced_layer_computes_what_the_layer_computes() -> None:
+    plain, slow = small_model(), paced(small_model(), 1, 1)
+    assert slow.state_dict().keys() == plain.state_dict().keys()
+    for got, wanted in zip(
+        train(slow, torch.optim.SGD(slow.parameters(), lr=0.1)),
+        train(plain, torch.optim.SGD(plain.parameters(), lr=0.1)),
+        strict=True,
+    ):
+        assert torch.equal(got, wanted)
+    model = paced_mlp(layers=3, width=64)
+    assert sum(p.numel() * p.element_size() for p in model.parameters()) == 3 * 64 * 64 * 4
+    with torch.no_grad():
+        assert not model(torch.ones(1, 64)).requires_grad
+    with pytest.raises(RuntimeError):
+        model(torch.ones(1, 63))
+    model(torch.ones(1, 64)).sum().backward()
