@@ -12,48 +12,21 @@ import json
 import os
 import selectors
 import socket
-import tempfile
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
-from course_lib import stacks, wire
-from course_lib.failures import RankFailure, exit_failure, signal_failure
+from course_lib import wire
 from course_lib.forkserver import Server, ServerDied, current_server
-from course_lib.logs import Log
+from course_lib.pipes import memory_file, readable_pipe
 from course_lib.progress import Progress
-from course_lib.spans import Span, from_rows
+from course_lib.rank_state import STAGES, RankState
+from course_lib.spans import Span
 
 START_SECONDS = 90
 GRACE_SECONDS = 0.3
 STACK_SECONDS = 0.5
 TEARDOWN_SECONDS = 5
 CLEAN_SECONDS = 3
-
-
-@dataclass
-class RankState:
-    """What is known of one rank."""
-
-    log: Log = field(default_factory=Log)
-    receiver: wire.Receiver = field(default_factory=wire.Receiver)
-    dump: bytearray = field(default_factory=bytearray)
-    stage: str = "starting"
-    result: bytes | None = None
-    failure: RankFailure | None = None
-    pace_report: dict | None = None
-    exited: bool = False
-    step: int | None = None
-
-    @property
-    def reported(self) -> bool:
-        """Whether the rank has said how its call ended, or can say nothing any more."""
-        return self.result is not None or self.failure is not None
-
-    @property
-    def standing(self) -> stacks.Standing | None:
-        """Where the rank stood when its stack was last asked for."""
-        return stacks.parse(self.dump.decode(errors="replace"))
 
 
 class Job:
@@ -64,7 +37,7 @@ class Job:
         self.description = description
         self.board_bytes = board_bytes
         self.progress = progress
-        self.ranks = [RankState() for _ in range(description["world_size"])]
+        self.ranks = [RankState(rank) for rank in range(description["world_size"])]
         self.spans: list[Span] = []
         self.interrupted = False
         self.timed_out = False
@@ -97,9 +70,9 @@ class Job:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with contextlib.ExitStack() as ours_to_close:
             ours_to_close.enter_context(theirs)
-            payload_fd = _shared_memory_file(self.payload, len(self.payload))
+            payload_fd = memory_file(self.payload, len(self.payload))
             ours_to_close.callback(os.close, payload_fd)
-            board_fd = _shared_memory_file(b"", self.board_bytes)
+            board_fd = memory_file(b"", self.board_bytes)
             ours_to_close.callback(os.close, board_fd)
             listener = ours_to_close.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
             listener.bind(("127.0.0.1", 0))
@@ -112,8 +85,8 @@ class Job:
             for rank in range(world_size):
                 channel, their_channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
                 ours_to_close.enter_context(their_channel)
-                output, their_output = _pipe(ours_to_close)
-                dump, their_dump = _pipe(ours_to_close)
+                output, their_output = readable_pipe(ours_to_close)
+                dump, their_dump = readable_pipe(ours_to_close)
                 channel.setblocking(False)
                 self.channels[rank] = channel
                 self.selector.register(channel, selectors.EVENT_READ, ("channel", rank))
@@ -229,8 +202,7 @@ class Job:
             if source == "server":
                 self._hear_server(data)
             elif source == "channel":
-                for kind, body in self.ranks[rank].receiver.feed(data):
-                    self._hear_rank(rank, kind, body)
+                self.spans += self.ranks[rank].hear(data)
             elif source == "output":
                 self.ranks[rank].log.feed(data)
             else:
@@ -257,18 +229,8 @@ class Job:
                 self._rank_ended(event["rank"], event["status"])
 
     def _rank_ended(self, rank: int, status: int) -> None:
-        state = self.ranks[rank]
-        state.exited = True
         self._drain(rank)
-        now = time.monotonic()
-        if state.reported or self.killing:
-            return
-        if os.WIFSIGNALED(status):
-            standing = state.standing
-            frames = [[f, n, name, ""] for f, n, name in reversed(standing.frames)] if standing else []
-            state.failure = signal_failure(rank, os.WTERMSIG(status), now, frames)
-        else:
-            state.failure = exit_failure(rank, os.waitstatus_to_exitcode(status), state.stage, now)
+        self.ranks[rank].end(status, stopped_by_us=self.killing)
 
     def _drain(self, rank: int) -> None:
         """Read what a dead rank had still sent."""
@@ -281,34 +243,11 @@ class Job:
                 if not data:
                     break
                 if key.data[0] == "channel":
-                    for kind, body in self.ranks[rank].receiver.feed(data):
-                        self._hear_rank(rank, kind, body)
+                    self.spans += self.ranks[rank].hear(data)
                 elif key.data[0] == "output":
                     self.ranks[rank].log.feed(data)
                 else:
                     self.ranks[rank].dump += data
-
-    def _hear_rank(self, rank: int, kind: bytes, body: bytes) -> None:
-        state = self.ranks[rank]
-        if kind == wire.RESULT:
-            state.result = body
-            return
-        message = json.loads(body)
-        if kind == wire.STAGE:
-            state.stage = message["stage"]
-        elif kind == wire.BEAT:
-            recorded = from_rows(message["spans"])
-            self.spans.extend(recorded)
-            steps = [span.step for span in recorded if span.step is not None]
-            state.step = max(steps, default=state.step)
-        elif kind == wire.REPORT:
-            state.pace_report = message
-        elif kind == wire.ERROR:
-            how = "result" if message["stage"] == "result" else "exception"
-            if message["type"] == "SystemExit":
-                how = "exit"
-                message["text"] = f"called sys.exit ({message['text']}) before the function returned"
-            state.failure = RankFailure(rank, how, **message)
 
     def _show_progress(self, phase: str) -> None:
         stages = [state.stage for state in self.ranks]
@@ -330,28 +269,3 @@ class Job:
         self.selector.close()
         if hasattr(self, "socket"):
             self.socket.close()
-
-
-STAGES = ["starting", "importing", "rendezvous", "running", "finished", "teardown"]
-
-
-def _pipe(closing: contextlib.ExitStack) -> tuple[Any, int]:
-    """A pipe: the end to read, as a file that closes itself, and the end to hand over."""
-    read, write = os.pipe()
-    os.set_blocking(read, False)
-    closing.callback(os.close, write)
-    return open(read, "rb", buffering=0), write
-
-
-def _shared_memory_file(content: bytes, size: int) -> int:
-    """A file without a name that holds `content` and is `size` bytes long."""
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("course_lib")
-    else:
-        with tempfile.TemporaryFile() as file:
-            fd = os.dup(file.fileno())
-    os.truncate(fd, size)
-    written = 0
-    while written < len(content):
-        written += os.pwrite(fd, content[written:], written)
-    return fd

@@ -11,7 +11,6 @@ over it go the events "started", "exit" and "clean". When the owner closes it, t
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -19,17 +18,23 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
 import sys
-import time
 from dataclasses import asdict, dataclass, field
 
+from course_lib.processes import (
+    adopt_orphans,
+    children,
+    die_with_parent,
+    kill_group,
+    kill_until_none,
+    nonblocking_pipe,
+    session,
+    start_python,
+    watch,
+)
 from course_lib.rank import RankSpec
 from course_lib.rank import main as run_rank
 from course_lib.wire import LENGTH
-
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass
@@ -65,17 +70,16 @@ class Server:
         self.owner_pid = owner_pid
         self.forks = forks
         self.heavy_imported = not forks
+        self.served = False
         self.jobs: dict[int, Job] = {}
         self.selector = selectors.DefaultSelector()
         self.selector.register(control, selectors.EVENT_READ, "control")
-        self.wakeup_read, self.wakeup_write = (
-            os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if hasattr(os, "pipe2") else _nonblocking_pipe()
-        )
+        self.wakeup_read, self.wakeup_write = nonblocking_pipe()
         self.selector.register(self.wakeup_read, selectors.EVENT_READ, "child")
         signal.set_wakeup_fd(self.wakeup_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        self.owner_watch = _watch(owner_pid)
+        self.owner_watch = watch(owner_pid)
         if self.owner_watch is not None:
             self.selector.register(self.owner_watch, selectors.EVENT_READ, "owner gone")
 
@@ -101,8 +105,6 @@ class Server:
                     self._hear(key.data)
             self._reap()
 
-    served = False
-
     def _import_heavy(self) -> None:
         import_all(*HEAVY, *OURS_WITH_TORCH)
         self.heavy_imported = True
@@ -127,7 +129,7 @@ class Server:
             self._tell(job, {"event": "started", "pids": {r: p for p, r in job.pids.items()}})
         except Exception as error:
             for pid in job.pids:
-                _kill_group(pid)
+                kill_group(pid)
             self._tell(job, {"event": "broken", "text": f"{type(error).__name__}: {error}"})
             channel.close()
         finally:
@@ -176,7 +178,7 @@ class Server:
             return pid
         try:
             os.setsid()
-            _die_with_parent(server_pid)
+            die_with_parent(server_pid)
             self._forget(spec, fds)
             run_rank(spec)
         finally:
@@ -213,7 +215,7 @@ class Server:
                     os.kill(pid, signal.SIGUSR1)
         if b"k" in orders or not orders:
             for pid in job.pids:
-                _kill_group(pid)
+                kill_group(pid)
         if not orders:
             self.selector.unregister(job.socket)
             job.socket.close()
@@ -232,7 +234,7 @@ class Server:
             job = next((j for j in self.jobs.values() if pid in j.pids), None)
             if job is not None:
                 # The dead leader still holds its group's number: nothing else can be hit.
-                _kill_group(pid)
+                kill_group(pid)
             _, status = os.waitpid(pid, 0)
             if job is not None:
                 self._tell(job, {"event": "exit", "rank": job.pids.pop(pid), "status": status})
@@ -248,16 +250,7 @@ class Server:
         """Kill what the job's ranks left behind: orphans come to the server, which adopts them."""
         alive = {pid for other in self.jobs.values() for pid in other.pids}
         others = {s for other in self.jobs.values() if other is not job for s in other.sessions}
-        deadline = time.monotonic() + 2
-        while time.monotonic() < deadline:
-            orphans = [pid for pid in _children() if pid not in alive and _session(pid) not in others]
-            if not orphans:
-                return
-            for pid in orphans:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(pid, 0)
+        kill_until_none(lambda: [p for p in children() if p not in alive and session(p) not in others])
 
     def _tell(self, job: Job, event: dict) -> None:
         if job.ending:
@@ -269,29 +262,8 @@ class Server:
         """Kill every rank and whatever they left."""
         for job in self.jobs.values():
             for pid in job.pids:
-                _kill_group(pid)
-        deadline = time.monotonic() + 2
-        while (children := _children()) and time.monotonic() < deadline:
-            for pid in children:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(pid, 0)
-
-
-def _nonblocking_pipe() -> tuple[int, int]:
-    read, write = os.pipe()
-    os.set_blocking(read, False)
-    os.set_blocking(write, False)
-    return read, write
-
-
-def _watch(pid: int) -> int | None:
-    """A descriptor that becomes readable when process `pid` ends, where the system has one."""
-    try:
-        return os.pidfd_open(pid)
-    except (AttributeError, OSError):
-        return None
+                kill_group(pid)
+        kill_until_none(children)
 
 
 def _receive_exactly(channel: socket.socket, count: int) -> bytes:
@@ -304,60 +276,17 @@ def _receive_exactly(channel: socket.socket, count: int) -> bytes:
     return bytes(data)
 
 
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
-def _die_with_parent(parent_pid: int) -> None:
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        os._exit(70)
-
-
-def _kill_group(pid: int) -> None:
-    """Kill a rank and all that is still in its process group."""
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(pid, signal.SIGKILL)
-
-
-def _children() -> list[int]:
-    """The processes whose parent is this one."""
-    try:
-        with open(f"/proc/self/task/{os.getpid()}/children") as listing:
-            return [int(pid) for pid in listing.read().split()]
-    except OSError:
-        import psutil
-
-        return [child.pid for child in psutil.Process().children()]
-
-
-def _session(pid: int) -> int | None:
-    try:
-        return os.getsid(pid)
-    except OSError:
-        return None
-
-
 def _spawn(spec: RankSpec) -> int:
     """Start a rank as a fresh process, where forking is unsafe."""
-    fds = tuple(getattr(spec, name) for name in vars(spec) if name.endswith("_fd"))
     code = "import json,sys; from course_lib import rank; rank.main(rank.RankSpec(**json.loads(sys.argv[1])))"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, json.dumps(asdict(spec))],
-        pass_fds=fds,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    process.returncode = 0  # The server's own loop collects it; Popen is not to.
-    return process.pid
+    fds = [getattr(spec, name) for name in vars(spec) if name.endswith("_fd")]
+    return start_python(code, json.dumps(asdict(spec)), fds)
 
 
 def main() -> None:
     """Entry point of `python -m course_lib.server CONTROL_FD OWNER_PID fork|spawn`."""
     control_fd, owner_pid, method = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     if method == "fork":
         import_all(*BASICS, *OURS)
     server = Server(socket.socket(fileno=control_fd), owner_pid, method == "fork")

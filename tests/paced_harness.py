@@ -1,7 +1,7 @@
 """Runs a function in real ranks on the paced backend, without the launcher, and returns what each returned.
 
-Ranks are forked from a fresh server that has imported torch and nothing has run in, so that a job of 8 takes a
-fraction of a second.
+Ranks are forked from a fresh server that has imported torch and done nothing else, so that a job of 8 takes
+a fraction of a second.
 """
 
 from __future__ import annotations
@@ -25,7 +25,19 @@ from course_lib.board import FD_VARIABLE, board_bytes
 from course_lib.pace import Pace
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "course_lib.paced_group"])
+# Optimizers, DDP and sharding import much of torch when first used, in every rank if not here.
+_context.set_forkserver_preload(
+    [
+        "torch",
+        "torch._dynamo",
+        "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.fsdp",
+        "torch.distributed.optim",
+        "torch.nn.parallel.distributed",
+        "course_lib.paced_group",
+        "pytest",
+    ]
+)
 
 
 class RankFailed(AssertionError):

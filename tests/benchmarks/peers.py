@@ -1,4 +1,4 @@
-"""The launchers that ours is compared with, installed for the benchmark only, outside the project's environment."""
+"""The launchers that ours is compared with: installed for the benchmark only, apart from the project."""
 
 from __future__ import annotations
 

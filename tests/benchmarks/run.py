@@ -1,6 +1,6 @@
 """`make bench`: every figure that the project states about its own speed, measured on this machine.
 
-    python tests/benchmarks/run.py [launch|memory|probe|figures|pace ...]
+python tests/benchmarks/run.py [launch|memory|probe|figures|pace ...]
 """
 
 from __future__ import annotations
