@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from course_lib.analysis import EXPOSED, median_step, step_breakdown
+from course_lib.failures import wrap
 from course_lib.spans import LINK, Span
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Explanation:
     def __repr__(self) -> str:
         lines = [self._headline()]
         lines += [f"  {name:<24}{time:>10}{share:>6}" for name, time, share in self._rows()]
-        return "\n".join([*lines, self.advice])
+        return "\n".join([*lines, wrap(self.advice)])
 
     def _repr_html_(self) -> str:
         rows = "".join(

@@ -5,6 +5,7 @@ The points that you measured are drawn where the sliders stand on the link that 
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -70,7 +71,7 @@ class BucketExplorer(ipywidgets.VBox):
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
         bundle = super()._repr_mimebundle_(**options) or {}
-        return {**bundle, "image/png": self.picture.value, "text/plain": self.text()}
+        return {**bundle, "image/png": base64.b64encode(self.picture.value).decode(), "text/plain": self.text()}
 
     def text(self) -> str:
         """The starting point in words, for where no picture can be shown."""

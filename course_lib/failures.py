@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import sysconfig
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 MAX_MESSAGE = 4000
 LINE_CHARACTERS = 120
+WRAP_CHARACTERS = 84
 LIBRARY = str(Path(__file__).parent)
 STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
@@ -158,6 +160,11 @@ def source_line(filename: str, line: int, known: str = "") -> str:
     """The text of a source line; the kernel knows its cells even where a rank did not."""
     text = (known or linecache.getline(filename, line)).strip()
     return text if len(text) <= LINE_CHARACTERS else text[:LINE_CHARACTERS] + " …"
+
+
+def wrap(text: str) -> str:
+    """Prose in lines that fit a notebook cell, which would break longer ones inside a word."""
+    return textwrap.fill(text, WRAP_CHARACTERS, break_long_words=False, break_on_hyphens=False)
 
 
 def shorten(text: str, limit: int = MAX_MESSAGE) -> str:

@@ -44,6 +44,11 @@ def styled(draw: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(draw)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+        # A notebook's backend is loaded at the first figure, and brings settings that a context would undo:
+        # without them the second figure and all that follow would not be shown.
+        from matplotlib import pyplot
+
+        pyplot.draw_if_interactive()
         with mpl.rc_context(_style()):
             return draw(*args, **kwargs)
 

@@ -23,9 +23,10 @@ from course_lib.paced_rank import PacedRank
 from course_lib.paced_work import PacedWork
 
 
-# People start their stopwatch after a barrier, so its ranks must leave it together. It takes the machine about
-# this long for each rank to get everyone through; leaving sooner, the ranks would leave one by one.
-LINE_UP_SECONDS = 0.0005
+# The ranks of a barrier leave it together: this many times what the machine needed to get all through after
+# the last had come, and no sooner than that many seconds.
+LINE_UP = 3.0
+LINE_UP_SECONDS = 0.002
 
 
 @dataclass
@@ -95,7 +96,8 @@ class CollectiveQueue:
         start, due = plan.finish({rank: each.logical for rank, each in stamps.items()}, self._rank, link)
         really_began = max(each.real for each in stamps.values())
         if collective.name == "barrier":
-            due = max(due, really_began + LINE_UP_SECONDS * len(self._ranks))
+            line_up = max(LINE_UP_SECONDS, LINE_UP * self._longest(collective, done - really_began))
+            due = max(due, really_began + line_up)
         else:
             link.occupy(start, due)
             self._shared.ledger.note_pace(due - start, done - (max(start, really_began) + due - start))
@@ -103,6 +105,18 @@ class CollectiveQueue:
             collective.name, start, due, collective.payload, collective.detail, collective.step
         )
         return due
+
+    def _longest(self, barrier: Collective, took: float) -> float:
+        """How long any rank really took to get through a barrier, which a second one lets all of them know.
+
+        People start their stopwatch after a barrier. So its ranks must leave it together, at a time that all
+        know and that none has missed.
+        """
+        self._number += 1
+        mine = Stamp(took, took)
+        exchanged = self._leave(mine)
+        barrier.run().wait()
+        return max(self._find(rank, mine, exchanged).real for rank in barrier.plan.needs)
 
     def _leave(self, stamp: Stamp) -> list[Stamp]:
         """Leave this rank's stamp; without a board, exchange stamps with the others and return them all."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from course_lib.failures import RankFailure, format_failure, one_line
+from course_lib.failures import RankFailure, format_failure, one_line, wrap
 from course_lib.stacks import Standing
 from course_lib.stall import advise, describe_rank
 
@@ -49,5 +49,5 @@ def stall_report(job: Job, name: str, timeout: float) -> str:
             finished.append(rank)
         elif failed is None:
             standings[rank] = state.standing
-    lines += ["", advise(finished, standings)]
+    lines += ["", wrap(advise(finished, standings))]
     return "\n".join(lines)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -637,6 +638,19 @@ def timed(step: Any, times: int, runs: int = 3) -> list[float]:
     return seconds
 
 
+def undisturbed(compare: Callable[[], None], tries: int = 3) -> None:
+    """Call `compare` until it passes, a few times: others may take the cores for a while.
+
+    A wrong pace is wrong every time.
+    """
+    for left in reversed(range(tries)):
+        try:
+            return compare()
+        except AssertionError:
+            if not left:
+                raise
+
+
 def typical(ranks: list[list[float]]) -> float:
     """The median over runs of the mean over ranks, since each rank's stopwatch starts a moment off."""
     return statistics.median(statistics.mean(run) for run in zip(*ranks, strict=True))
@@ -659,32 +673,44 @@ def all_reduces(sizes: list[tuple[int, int]]) -> list[list[float]]:
 @pytest.mark.parametrize("latency_us", [0, 500])
 @pytest.mark.parametrize("nproc", [2, 4, 8])
 @pytest.mark.parametrize(
-    ("gbps", "sizes"), [(0.1, [(MB // 4, 6), (MB, 2)]), (0.5, [(4 * MB, 2), (16 * MB, 1)])]
+    ("gbps", "sizes"), [(0.05, [(MB // 4, 4), (MB, 1)]), (0.5, [(4 * MB, 2), (16 * MB, 1)])]
 )
 def test_all_reduce_takes_as_long_as_its_ring(
     nproc: int, gbps: float, sizes: list[tuple[int, int]], latency_us: float
 ) -> None:
-    pace = Pace(gbps, latency_us)
-    ranks = run_ranks(all_reduces, nproc, sizes, pace=pace)
-    for i, (size, _) in enumerate(sizes):
-        formula = 2 * (nproc - 1) * pace.latency + 2 * (nproc - 1) / nproc * pace.seconds(size)
-        assert typical([rank[i] for rank in ranks]) == pytest.approx(formula, rel=0.05), f"{size} bytes"
+
+    def compare() -> None:
+        pace = Pace(gbps, latency_us)
+        ranks = run_ranks(all_reduces, nproc, sizes, pace=pace)
+        for i, (size, _) in enumerate(sizes):
+            formula = 2 * (nproc - 1) * pace.latency + 2 * (nproc - 1) / nproc * pace.seconds(size)
+            assert typical([rank[i] for rank in ranks]) == pytest.approx(formula, rel=0.05), f"{size} bytes"
+
+    undisturbed(compare)
 
 
 @pytest.mark.timing
 def test_the_report_says_when_the_machine_cannot_keep_the_pace() -> None:
-    pace = Pace(gbps=200)
-    answers = run_ranks(all_reduces, 4, [(16 * MB, 2)], pace=pace, reports=True)
-    said = verdict([report for _, report in answers])
-    assert said is not None and said.startswith("the machine could not keep this pace: ")
-    assert "finished late, the worst by" in said and said.endswith("times are upper bounds")
-    assert typical([rank[0] for rank, _ in answers]) > 1.5 * pace.seconds(16 * MB)
+
+    def compare() -> None:
+        pace = Pace(gbps=200)
+        answers = run_ranks(all_reduces, 4, [(16 * MB, 2)], pace=pace, reports=True)
+        said = verdict([report for _, report in answers])
+        assert said is not None and said.startswith("the machine could not keep this pace: ")
+        assert "finished late, the worst by" in said and said.endswith("times are upper bounds")
+        assert typical([rank[0] for rank, _ in answers]) > 1.5 * pace.seconds(16 * MB)
+
+    undisturbed(compare)
 
 
 @pytest.mark.timing
 def test_the_report_keeps_quiet_when_the_machine_keeps_the_pace() -> None:
-    answers = run_ranks(all_reduces, 2, [(4 * MB, 2)], pace=Pace(gbps=0.1), reports=True)
-    assert verdict([report for _, report in answers]) is None
+
+    def compare() -> None:
+        answers = run_ranks(all_reduces, 2, [(4 * MB, 2)], pace=Pace(gbps=0.1), reports=True)
+        assert verdict([report for _, report in answers]) is None
+
+    undisturbed(compare)
 
 
 def other_collectives(size: int) -> list[list[float]]:
@@ -705,23 +731,27 @@ def other_collectives(size: int) -> list[list[float]]:
 
 @pytest.mark.timing
 def test_the_other_collectives_take_as_long_as_their_formulas() -> None:
-    n, pace, size = 4, Pace(gbps=0.1, latency_us=20_000), MB
-    ranks = run_ranks(other_collectives, n, size, pace=pace)
-    one, latency = pace.seconds(size), pace.latency
-    gather, scatter, all_gather, reduce_scatter, all_to_all, broadcast, reduce, barrier = zip(
-        *ranks, strict=True
-    )
-    close = {"rel": 0.05}
-    assert slowest(gather) == pytest.approx(latency + 3 * one, **close)
-    assert statistics.median(gather[1]) == pytest.approx(one, **close)
-    assert slowest(scatter) == pytest.approx(latency + 3 * one, **close)
-    assert statistics.median(scatter[1]) == pytest.approx(latency + one, **close)
-    assert typical(all_gather) == pytest.approx(3 * latency + 3 * one, **close)
-    assert typical(reduce_scatter) == pytest.approx(3 * latency + 3 * one, **close)
-    assert typical(all_to_all) == pytest.approx(3 * latency + 3 / 4 * one, **close)
-    assert slowest(broadcast) == pytest.approx(2 * latency + one, **close)
-    assert slowest(reduce) == pytest.approx(2 * latency + one, **close)
-    assert typical(barrier) == pytest.approx(2 * latency, **close)
+
+    def compare() -> None:
+        n, pace, size = 4, Pace(gbps=0.1, latency_us=20_000), MB
+        ranks = run_ranks(other_collectives, n, size, pace=pace)
+        one, latency = pace.seconds(size), pace.latency
+        gather, scatter, all_gather, reduce_scatter, all_to_all, broadcast, reduce, barrier = zip(
+            *ranks, strict=True
+        )
+        close = {"rel": 0.05}
+        assert slowest(gather) == pytest.approx(latency + 3 * one, **close)
+        assert statistics.median(gather[1]) == pytest.approx(one, **close)
+        assert slowest(scatter) == pytest.approx(latency + 3 * one, **close)
+        assert statistics.median(scatter[1]) == pytest.approx(latency + one, **close)
+        assert typical(all_gather) == pytest.approx(3 * latency + 3 * one, **close)
+        assert typical(reduce_scatter) == pytest.approx(3 * latency + 3 * one, **close)
+        assert typical(all_to_all) == pytest.approx(3 * latency + 3 / 4 * one, **close)
+        assert slowest(broadcast) == pytest.approx(2 * latency + one, **close)
+        assert slowest(reduce) == pytest.approx(2 * latency + one, **close)
+        assert typical(barrier) == pytest.approx(2 * latency, **close)
+
+    undisturbed(compare)
 
 
 def ring_all_reduce(x: torch.Tensor, buffer: torch.Tensor) -> None:
@@ -749,9 +779,13 @@ def time_ring(size: int) -> list[float]:
 @pytest.mark.parametrize("latency_us", [0, 2000])
 @pytest.mark.parametrize("nproc", [4, 8])
 def test_a_ring_by_hand_takes_as_long_as_its_formula(nproc: int, latency_us: float) -> None:
-    pace, size = Pace(0.2, latency_us), 4 * MB
-    formula = 2 * (nproc - 1) * pace.latency + 2 * (nproc - 1) / nproc * pace.seconds(size)
-    assert typical(run_ranks(time_ring, nproc, size, pace=pace)) == pytest.approx(formula, rel=0.08)
+
+    def compare() -> None:
+        pace, size = Pace(0.2, latency_us), 4 * MB
+        formula = 2 * (nproc - 1) * pace.latency + 2 * (nproc - 1) / nproc * pace.seconds(size)
+        assert typical(run_ranks(time_ring, nproc, size, pace=pace)) == pytest.approx(formula, rel=0.08)
+
+    undisturbed(compare)
 
 
 def time_star(size: int) -> list[float]:
@@ -776,9 +810,13 @@ def time_star(size: int) -> list[float]:
 @pytest.mark.timing
 @pytest.mark.parametrize("nproc", [4, 8])
 def test_a_star_by_hand_waits_for_its_hub(nproc: int) -> None:
-    pace, size = Pace(0.2), MB
-    formula = 2 * (nproc - 1) * pace.seconds(size)
-    assert slowest(run_ranks(time_star, nproc, size, pace=pace)) == pytest.approx(formula, rel=0.08)
+
+    def compare() -> None:
+        pace, size = Pace(0.2), MB
+        formula = 2 * (nproc - 1) * pace.seconds(size)
+        assert slowest(run_ranks(time_star, nproc, size, pace=pace)) == pytest.approx(formula, rel=0.08)
+
+    undisturbed(compare)
 
 
 def time_overlap(size: int, seconds: float) -> list[list[float]]:
@@ -796,11 +834,15 @@ def time_overlap(size: int, seconds: float) -> list[list[float]]:
 @pytest.mark.timing
 @pytest.mark.parametrize("asleep", [0.05, 0.5])
 def test_collectives_queue_behind_each_other_and_overlap_with_the_rest(asleep: float) -> None:
-    pace, size = Pace(0.1), MB
-    ranks = run_ranks(time_overlap, 2, size, asleep, pace=pace)
-    assert typical([rank[0] for rank in ranks]) == pytest.approx(
-        max(asleep, 2 * pace.seconds(size)), rel=0.05
-    )
+
+    def compare() -> None:
+        pace, size = Pace(0.1), MB
+        ranks = run_ranks(time_overlap, 2, size, asleep, pace=pace)
+        assert typical([rank[0] for rank in ranks]) == pytest.approx(
+            max(asleep, 2 * pace.seconds(size)), rel=0.05
+        )
+
+    undisturbed(compare)
 
 
 def time_ddp(cap: float, forward_ms: float, backward_ms: float) -> list[float]:
@@ -822,12 +864,16 @@ def time_ddp(cap: float, forward_ms: float, backward_ms: float) -> list[float]:
 @pytest.mark.parametrize(("cap", "layers_in_bucket"), [(100, 8), (1.9, 2), (0.9, 1)])
 def test_ddp_overlaps_as_arithmetic_says(cap: float, layers_in_bucket: int) -> None:
     """8.4 MB of gradients, 0.5 Gbit/s, 258 ms of compute, 4 ranks: 459 ms without overlap."""
-    n, pace = 4, Pace(gbps=0.5)
-    forward, backward = 258 / 8 / 3, 258 / 8 * 2 / 3
-    at, link = 8 * forward * 1e-3, 0.0
-    for layer in range(1, 9):
-        at += backward * 1e-3
-        if layer % layers_in_bucket == 0:
-            link = max(link, at) + 2 * (n - 1) / n * pace.seconds(layers_in_bucket * MB)
-    ranks = run_ranks(time_ddp, n, cap, forward, backward, pace=pace)
-    assert typical(ranks) == pytest.approx(max(at, link), rel=0.04)
+
+    def compare() -> None:
+        n, pace = 4, Pace(gbps=0.5)
+        forward, backward = 258 / 8 / 3, 258 / 8 * 2 / 3
+        at, link = 8 * forward * 1e-3, 0.0
+        for layer in range(1, 9):
+            at += backward * 1e-3
+            if layer % layers_in_bucket == 0:
+                link = max(link, at) + 2 * (n - 1) / n * pace.seconds(layers_in_bucket * MB)
+        ranks = run_ranks(time_ddp, n, cap, forward, backward, pace=pace)
+        assert typical(ranks) == pytest.approx(max(at, link), rel=0.04)
+
+    undisturbed(compare)

@@ -324,3 +324,15 @@ def test_milliseconds_have_no_more_digits_than_needed(seconds, text):
 )
 def test_sizes_are_in_decimal_units(size, text):
     assert figure.megabytes(size) == text
+
+
+def test_a_notebook_shows_every_figure_also_when_the_first_one_is_ours(tmp_path, monkeypatch):
+    import nbformat
+    from nbclient import NotebookClient
+
+    monkeypatch.delenv("MPLBACKEND", raising=False)
+    draw = "from course_lib.plots import sweep\nsweep([1, 2], [1, 2]);"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(draw) for _ in range(3)])
+    NotebookClient(notebook, kernel_name="python3", timeout=60).execute(cwd=str(tmp_path))
+    for cell in notebook.cells:
+        assert any("image/png" in output.get("data", {}) for output in cell.outputs)
