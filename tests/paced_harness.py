@@ -34,7 +34,7 @@ _context.set_forkserver_preload(
         "torch.distributed.fsdp",
         "torch.distributed.optim",
         "torch.nn.parallel.distributed",
-        "course_lib.paced_group",
+        "course_lib.paced_backend",
         "pytest",
     ]
 )
