@@ -1,13 +1,14 @@
 """The board: where ranks of one machine read when each of them came to a collective.
 
-A paced collective starts when the last rank has come to it. Each rank writes the logical time at which it came
-(its *stamp*) into its own row of a piece of shared memory before it takes part, and reads the others' once the
-real transfer is done; by then they are there. Rows are found by rank, slots by group and by the collective's
-number in the group. Each row has room for `SLOTS` collectives of each of `REGIONS` groups; ranks are never
-more than a few collectives apart, and a slot names what it is for, so a stale one is noticed.
+A paced collective starts when the last rank has come to it. Each rank writes the logical time at which it
+came (its *stamp*) into its own row of a piece of shared memory before it takes part, and reads the others'
+once the real transfer is done; by then they are there. Rows are found by rank, slots by group and by the
+collective's number in the group. Each row has room for `SLOTS` collectives of each of `REGIONS` groups; ranks
+are never more than a few collectives apart, and a slot names what it is for, so a stale one is noticed.
 
-The memory is a file descriptor which the parent of the ranks makes (`make_board`) and they inherit; its number
-is in the environment as COURSE_LIB_BOARD_FD. Without one the ranks send each other their stamps.
+The memory is a file which the parent of the ranks makes, of `board_bytes` zeroed bytes, and they inherit; its
+descriptor's number is in the environment as COURSE_LIB_BOARD_FD. Without one the ranks send each other their
+stamps.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-import tempfile
 from typing import NamedTuple
 
 FD_VARIABLE = "COURSE_LIB_BOARD_FD"
@@ -35,18 +35,6 @@ class Stamp(NamedTuple):
 def board_bytes(world_size: int) -> int:
     """The size of the shared memory for `world_size` ranks; only pages that are written take memory."""
     return world_size * REGIONS * SLOTS * SLOT_BYTES
-
-
-def make_board(world_size: int) -> int:
-    """An inheritable file descriptor of zeroed memory for `world_size` ranks; the caller closes it."""
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("course_lib_board")
-    else:
-        fd, path = tempfile.mkstemp(prefix="course_lib_board")
-        os.unlink(path)
-    os.ftruncate(fd, board_bytes(world_size))
-    os.set_inheritable(fd, True)
-    return fd
 
 
 class Board:

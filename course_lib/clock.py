@@ -10,19 +10,23 @@ is shorter by the lag, which catches it up. Real time is never before logical ti
 - After a paced layer has run in a thread, its clock *absorbs* the machine: processor time and time spent
   queueing for a processor do not advance it, only paced waits and being blocked do. This makes eight ranks
   on two cores behave like eight devices. Threads with real compute do not absorb: there it counts.
-- `settle` at a barrier, where people start their stopwatch, drops the lag: no debt passes a barrier, only what
-  waking from it took. The end of what is measured is delayed by a wake-up too, so this evens out.
+- `settle` at a barrier, where people start their stopwatch, drops the lag: no debt passes a barrier, only
+  what waking from it took. The end of what is measured is delayed by a wake-up too, so this evens out.
 
 All times are seconds of CLOCK_MONOTONIC, which is one clock for all processes of a machine.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import threading
 import time
 from typing import Protocol
 
 CARRIED_SECONDS = 0.010
+# How long a thread that computes for real keeps its lag: enough to pass a message on, too little to compute.
+KEPT_SECONDS = 0.0005
 
 
 class Debt(Protocol):
@@ -49,21 +53,27 @@ class ThreadClock:
         self.lost = 0.0
         self.slept = 0.0
         self._stood = 0.0
+        self._lag_since = 0.0
         self.absorbing = False
         self._machine_mark = 0.0
         self._debts: list[Debt] = []
-        try:
+        self._schedstat: io.FileIO | None = None
+        with contextlib.suppress(OSError):
             self._schedstat = open("/proc/thread-self/schedstat", "rb", buffering=0)  # noqa: SIM115
-        except OSError:
-            self._schedstat = None
 
     def now(self) -> float:
         """Logical time, in seconds of CLOCK_MONOTONIC."""
+        real = time.monotonic()
         if self.absorbing:
             used = self._machine_seconds()
             self.lag += used - self._machine_mark
             self._machine_mark = used
-        return time.monotonic() - self.lag
+        elif self.lag:
+            # Real compute counts: a transfer must not start before the gradient that it carries exists. So
+            # the lag is for what follows a wait at once, and wears off as the thread goes on.
+            self.lag = max(0.0, self.lag - max(0.0, real - self._lag_since))
+            self._lag_since = max(self._lag_since, real)
+        return real - self.lag
 
     def sleep_until(self, due: float) -> None:
         """Wait until `due`, a logical time; return at once where that has passed."""
@@ -129,6 +139,7 @@ class ThreadClock:
 
     def _set_lag(self, lag: float) -> None:
         self.lag = lag
+        self._lag_since = time.monotonic() + KEPT_SECONDS
         self.worst_lag = max(self.worst_lag, lag)
         if self.absorbing:
             self._machine_mark = self._machine_seconds()

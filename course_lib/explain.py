@@ -95,8 +95,9 @@ def _advise(seconds: dict[str, float], transfers: list[Span]) -> str:
         )
     if len(sizes) == 1:
         return (
-            f"{waits[EXPOSED]:.0%} of the step waits for communication, and all gradients travel in one bucket, "
-            "which cannot start before the last of them is computed. First try a smaller bucket_cap_mb."
+            f"{waits[EXPOSED]:.0%} of the step waits for communication, and all gradients travel in "
+            "one bucket, which cannot start before the last of them is computed. "
+            "First try a smaller bucket_cap_mb."
         )
     return (
         f"{waits[EXPOSED]:.0%} of the step waits for communication that no computation hides. "

@@ -71,7 +71,8 @@ class BucketExplorer(ipywidgets.VBox):
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
         bundle = super()._repr_mimebundle_(**options) or {}
-        return {**bundle, "image/png": base64.b64encode(self.picture.value).decode(), "text/plain": self.text()}
+        picture = base64.b64encode(self.picture.value).decode()
+        return {**bundle, "image/png": picture, "text/plain": self.text()}
 
     def text(self) -> str:
         """The starting point in words, for where no picture can be shown."""

@@ -99,9 +99,10 @@ class Link:
 class Plan:
     """What one collective asks of one rank.
 
-    needs: the ranks that must have come before it starts for this rank. rounds: how often the latency is paid.
-    wire_bytes: the bytes that pass this rank's link one after the other. messages, bytes_sent, bytes_received:
-    what this rank sends and receives. hub: for the root of a gather, the bytes of each message; 0 elsewhere.
+    needs: the ranks that must have come before it starts for this rank. rounds: how often the latency is
+    paid. wire_bytes: the bytes that pass this rank's link one after the other. messages, bytes_sent,
+    bytes_received: what this rank sends and receives. hub: for the root of a gather, the bytes of each
+    message; 0 elsewhere.
     """
 
     needs: tuple[int, ...]
@@ -130,9 +131,9 @@ class Plan:
 def plan(collective: str, size: int, rank: int, world_size: int, root: int = 0) -> Plan:
     """The plan of `collective` for `rank` of `world_size`.
 
-    size is S, in bytes: the whole vector for all_reduce, broadcast and reduce; the whole input of one rank for
-    reduce_scatter and all_to_all; the whole output for all_gather; one rank's part for gather and scatter.
-    With n ranks, latency a and bandwidth B they last:
+    size is S, in bytes: the whole vector for all_reduce, broadcast and reduce; the whole input of one rank
+    for reduce_scatter and all_to_all; the whole output for all_gather; one rank's part for gather and
+    scatter. With n ranks, latency a and bandwidth B they last:
 
     - all_reduce, a ring: 2(n-1) a + 2(n-1)/n S/B
     - reduce_scatter, all_gather, a ring each: (n-1) a + (n-1)/n S/B

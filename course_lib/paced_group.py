@@ -1,17 +1,16 @@
-"""The torch.distributed backend "paced": gloo underneath, and no message sooner than a link would carry it.
+"""A process group with gloo underneath, in which no message is sooner than a link would carry it.
 
-`register` makes it known; `init_process_group("paced")` and `new_group` then make `PacedGroup`s. Each carries
-every message for real over a gloo group of its own: collectives through a `CollectiveQueue`, send and recv
-through `Messages`. The groups of a rank share its link; two collectives of different groups that are under way
-at the same time do not see each other on it. Where the link holds nothing back, everything goes straight to
-gloo and is only counted.
+It carries every message for real over a gloo group of its own: collectives through a `CollectiveQueue`, send
+and recv through `Messages`. The groups of a rank share its link; two collectives of different groups that are
+under way at the same time do not see each other on it. Where the link holds nothing back, everything goes
+straight to gloo and is only counted.
 """
+
+# torch's stubs give the collectives overloads for call forms that torch.distributed itself never uses.
+# mypy: disable-error-code="override,assignment"
 
 from __future__ import annotations
 
-import atexit
-import math
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -34,66 +33,17 @@ from torch._C._distributed_c10d import (
 )
 
 from course_lib import clock, spans
-from course_lib.board import Board
-from course_lib.link import Link, plan
+from course_lib.link import plan
 from course_lib.paced_messages import Messages
 from course_lib.paced_queue import Collective, CollectiveQueue
 from course_lib.paced_rank import PacedRank, total_bytes
 from course_lib.paced_work import TIMER, PacedWork
 
 BACKEND = "paced"
-SWITCH_SECONDS = 0.0005
 SHUTDOWN_SECONDS = 10.0
 
 Tensor = torch.Tensor
-_shared = PacedRank()
-_groups: weakref.WeakSet[PacedGroup] = weakref.WeakSet()
-
-
-def register(
-    bytes_per_second: float = math.inf, latency: float = 0.0, record_spans: bool | None = None
-) -> None:
-    """Make the backend known in this process, with a link of that bandwidth and latency (seconds).
-
-    record_spans: whether each transfer is recorded as a span; None where the link holds back. Groups that were
-    made before keep the link they have.
-    """
-    global _shared
-    link = Link(bytes_per_second, latency)
-    _shared = PacedRank(link, record_spans=link.holds_back if record_spans is None else record_spans)
-    clock.reset()
-    spans.set_links_record_themselves(_shared.record_spans)
-    if link.holds_back:
-        # Threads hand over to each other at every transfer; the default of 5 ms would be seen.
-        sys.setswitchinterval(SWITCH_SECONDS)
-    if not hasattr(dist.Backend, BACKEND.upper()):
-        dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=["cpu"])
-        atexit.register(_close_all)
-
-
-def report() -> dict[str, Any]:
-    """What this rank has sent and whether the machine kept the pace, as JSON can carry it."""
-    return _shared.ledger.report()
-
-
-def _make_group(made: Any, options: Any) -> PacedGroup:
-    """What torch.distributed calls to make a group; `made` has the store, the ranks and the time limit."""
-    if options is not None:
-        raise ValueError(f"the paced backend takes no pg_options, got {options!r}")
-    is_world = not made.global_ranks_in_group
-    if is_world:
-        _shared.rank = made.group_rank
-        _shared.board = Board.from_environment(made.group_size, made.group_rank)
-    ranks = list(range(made.group_size)) if is_world else list(made.global_ranks_in_group)
-    group = PacedGroup(made.store, made.group_rank, ranks, made.timeout, made.group_id)
-    _groups.add(group)
-    return group
-
-
-def _close_all() -> None:
-    """End the threads of groups that nobody destroyed, since a thread inside gloo must not outlive Python."""
-    for group in list(_groups):
-        group.close(patience=0.5)
+live: weakref.WeakSet[PacedGroup] = weakref.WeakSet()
 
 
 class PacedGroup(dist.ProcessGroup):
@@ -103,18 +53,27 @@ class PacedGroup(dist.ProcessGroup):
     and its C++ (DDP's reducer, the functional collectives) call them by; `opts` may come by keyword.
     """
 
-    def __init__(self, store: dist.Store, rank: int, ranks: list[int], timeout: timedelta, name: str) -> None:
-        super().__init__(rank, len(ranks))
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        ranks: list[int],
+        timeout: timedelta,
+        name: str,
+        shared: PacedRank,
+    ) -> None:
+        super().__init__(rank, len(ranks))  # type: ignore[call-arg]
         self._rank, self._size, self._name = rank, len(ranks), name
         self._gloo = ProcessGroupGloo(store, rank, len(ranks), timeout)
         # The bindings of a ProcessGroup have collectives that those of a bare backend lack.
         self._inner = dist.ProcessGroup(store, rank, len(ranks))
         self._inner._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._inner._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
-        self._shared = _shared
-        self._messages = Messages(self._gloo, _shared, rank, ranks)
-        self._queue = CollectiveQueue(name, self._inner, _shared, rank, ranks)
+        self._shared = shared
+        self._messages = Messages(self._inner, shared, rank, ranks)
+        self._queue = CollectiveQueue(name, self._inner, shared, rank, ranks)
         self._closed = False
+        live.add(self)
 
     def size(self) -> int:
         """How many ranks the group has."""
@@ -154,8 +113,8 @@ class PacedGroup(dist.ProcessGroup):
         """Let what is queued finish for up to `patience` seconds, then close."""
         self._closed = True
         self._queue.close(patience, self._gloo.abort)
-        _groups.discard(self)
-        if not _groups:
+        live.discard(self)
+        if not live:
             TIMER.stop()
 
     def _start(

@@ -23,10 +23,11 @@ _begun = threading.local()
 
 
 def paced(module: Module, forward_ms: float, backward_ms: float) -> Module:
-    """Make `module` take these milliseconds, each 0 to 60,000, and return it; its parameters keep their names.
+    """Make `module` take these milliseconds, each 0 to 60,000, and return it.
 
-    Its output is to be tensors, alone or in tuples, lists or dicts. A module that is paced already gets the new times.
-    Raises TypeError and ValueError for times that make no sense.
+    It is the same module, with hooks: its parameters keep their names. Its output is to be tensors, alone or
+    in tuples, lists or dicts. A module that is paced already gets the new times. Raises TypeError and
+    ValueError for times that make no sense.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"paced() takes a module such as nn.Linear(512, 512), got {type(module).__name__}")

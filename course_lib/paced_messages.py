@@ -12,7 +12,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ProcessGroupGloo
 
 from course_lib import clock, spans
 from course_lib.paced_rank import PacedRank, total_bytes
@@ -22,9 +21,12 @@ LARGEST_TAG = 2**30 - 1
 
 
 class Messages:
-    """The messages of one group. ranks: the job's rank of each of the group's ranks."""
+    """The messages of one group.
 
-    def __init__(self, gloo: ProcessGroupGloo, shared: PacedRank, rank: int, ranks: list[int]) -> None:
+    gloo: the group that carries them. ranks: the job's rank of each of the group's ranks.
+    """
+
+    def __init__(self, gloo: dist.ProcessGroup, shared: PacedRank, rank: int, ranks: list[int]) -> None:
         self._gloo, self._shared, self._rank, self._ranks = gloo, shared, rank, ranks
         self._undecided: dict[int, list[Callable[[], None]]] = {}
 

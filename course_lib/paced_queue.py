@@ -22,7 +22,6 @@ from course_lib.link import Plan
 from course_lib.paced_rank import PacedRank
 from course_lib.paced_work import PacedWork
 
-
 # The ranks of a barrier leave it together: this many times what the machine needed to get all through after
 # the last had come, and no sooner than that many seconds.
 LINE_UP = 3.0

@@ -9,7 +9,6 @@ The spans go to the launcher by themselves and come back in `run.spans`.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +25,11 @@ def span(name: str, bytes: int | None = None, lane: str = COMPUTE) -> Iterator[N
 
     bytes: how much it sends, if it does. lane: the timeline's row: "compute", "link" or "input".
     """
-    start = time.monotonic()
+    start = spans.now()
     try:
         yield
     finally:
-        _record(name, start, time.monotonic(), bytes, lane)
+        _record(name, start, spans.now(), bytes, lane)
 
 
 def probe(model: torch.nn.Module) -> torch.nn.Module:
@@ -77,10 +76,10 @@ class _Watcher:
         if model.training:
             self.step += 1
             spans.set_step(self.step)
-        self.forward_start = time.monotonic()
+        self.forward_start = spans.now()
 
     def _after_forward(self, model: torch.nn.Module, args: Any, output: Any) -> None:
-        _record("forward", self.forward_start, time.monotonic())
+        _record("forward", self.forward_start, spans.now())
         self.backward_start = None
         for tensor in _tensors(output):
             if tensor.requires_grad:
@@ -90,7 +89,7 @@ class _Watcher:
         """Runs when the first gradient reaches the model's output."""
         if self.backward_start is not None:
             return
-        self.backward_start = time.monotonic()
+        self.backward_start = spans.now()
         self._engine.queue_callback(self._backward_computed)
 
     def _backward_computed(self) -> None:
@@ -99,9 +98,9 @@ class _Watcher:
         DDP queues its own callback when the last bucket is launched; this one was queued before. A callback
         queued from here runs after DDP's.
         """
-        computed = time.monotonic()
+        computed = spans.now()
         _record("backward", self.backward_start or computed, computed)
-        self._engine.queue_callback(lambda: _record("wait", computed, time.monotonic()))
+        self._engine.queue_callback(lambda: _record("wait", computed, spans.now()))
 
     def _watch_buckets(self, model: Any) -> None:
         """Put a hook of ours around the communication hook of DDP, now or when the learner registers one."""
@@ -145,7 +144,7 @@ def _timed_bucket(hook: Callable, state: Any, bucket: Any) -> Any:
     size = buffer.numel() * buffer.element_size()
     label = f"bucket {bucket.index()}"
     step = spans.current_step()
-    start = time.monotonic()
+    start = spans.now()
     with spans.labelled(label):
         future = hook(state, bucket)
     if spans.links_record_themselves():
@@ -153,7 +152,7 @@ def _timed_bucket(hook: Callable, state: Any, bucket: Any) -> Any:
 
     def arrived(done: Any) -> Any:
         spans.record(
-            Span(spans.current_rank(), "all_reduce", start, time.monotonic(), size, LINK, step, label)
+            Span(spans.current_rank(), "all_reduce", start, spans.now(), size, LINK, step, label)
         )
         return done.value()
 
@@ -190,8 +189,8 @@ def _watch_optimizers() -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     started: list[float] = []
-    register_optimizer_step_pre_hook(lambda *_: started.append(time.monotonic()))
-    register_optimizer_step_post_hook(lambda *_: _record("optimizer", started.pop(), time.monotonic()))
+    register_optimizer_step_pre_hook(lambda *_: started.append(spans.now()))
+    register_optimizer_step_post_hook(lambda *_: _record("optimizer", started.pop(), spans.now()))
 
 
 def _watch_loaders() -> None:
@@ -205,12 +204,12 @@ def _watch_loaders() -> None:
     fetch = _BaseDataLoaderIter.__next__
 
     def timed_next(self: Any) -> Any:
-        start = time.monotonic()
+        start = spans.now()
         batch = fetch(self)
         # The batch belongs to the step that it is for: the next one.
         step = spans.current_step()
         upcoming = 0 if step is None else step + 1
-        spans.record(Span(spans.current_rank(), "input", start, time.monotonic(), None, INPUT, upcoming))
+        spans.record(Span(spans.current_rank(), "input", start, spans.now(), None, INPUT, upcoming))
         return batch
 
     _BaseDataLoaderIter.__next__ = timed_next  # type: ignore[method-assign]

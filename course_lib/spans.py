@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 COMPUTE = "compute"
@@ -117,6 +118,20 @@ def labelled(detail: str) -> Iterator[None]:
 def current_label() -> str:
     """What `labelled` named on this thread; empty where nothing is."""
     return getattr(_label, "detail", "")
+
+
+_time_source: Callable[[], float] = time.monotonic
+
+
+def now() -> float:
+    """The time that spans are recorded in: `time.monotonic()`, or a paced job's own time."""
+    return _time_source()
+
+
+def set_time_source(source: Callable[[], float]) -> None:
+    """Say where `now` takes the time from."""
+    global _time_source
+    _time_source = source
 
 
 _links_record = False

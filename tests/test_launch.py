@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -107,18 +108,23 @@ def test_the_same_file_gives_the_same_numbers_under_torchrun(tmp_path):
             """
         )
     )
-    output = subprocess.run(
+    torchrun = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *TORCHRUN_HERE, str(script)],
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=120,
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        start_new_session=True,
     )
+    try:
+        output = torchrun.communicate(timeout=120)[0]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(torchrun.pid, signal.SIGKILL)
     namespace: dict = {"__name__": "cell"}
     exec(script.read_text(), namespace)
     run = launch(namespace["train"], 2)
     assert run.results[0] == run.results[1]
-    assert output.stdout.strip().splitlines()[-1] == str(run.results[0])
+    assert output.strip().splitlines()[-1] == str(run.results[0])
 
 
 def test_each_rank_gets_its_share_of_the_cores():
