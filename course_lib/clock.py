@@ -187,3 +187,9 @@ def reset() -> None:
     with _lock:
         _all.clear()
     _local = threading.local()
+
+
+def anything_paced() -> bool:
+    """Whether a paced layer has run in this process: then its compute times are paced, not measured."""
+    with _lock:
+        return any(clock.absorbing for clock in _all)

@@ -116,19 +116,21 @@ def _collect(job: Job, name: str, backend: str | None, pace: Pace | None, second
             reason = "stopped before it returned"
         results.append(NoResult(rank, reason))
     spans = sorted(job.spans, key=lambda span: span.start)
-    reports = [state.pace_report for state in job.ranks if state.pace_report]
+    told = [state.pace_report for state in job.ranks if state.pace_report]
+    reports = [report for report in told if "traffic" in report]
+    paced = (pace is not None and pace.holds_back) or any(report["paced_compute"] for report in told)
     run = Run(
         name=name,
         nproc=len(job.ranks),
         backend=backend,
-        kind="paced" if pace is not None and pace.gbps is not None else "measured",
+        kind="paced" if paced else "measured",
         results=results,
         logs=Logs([state.log.text() for state in job.ranks]),
         spans=spans,
         seconds=seconds,
         traffic=[report["traffic"] for report in reports],
     )
-    warning = verdict(reports) if pace is not None and reports else None
+    warning = verdict(reports) if reports else None
     if warning:
         run.warnings.append(warning)
     if job.killed_in_teardown:

@@ -90,8 +90,7 @@ def _run(spec: RankSpec, sender: wire.Sender) -> int:
         enter("running")
         value = function(*args, **kwargs)
         _send_result(sender, value)
-        if paced is not None:
-            sender.send_json(wire.REPORT, paced())
+        sender.send_json(wire.REPORT, {**(paced() if paced else {}), "paced_compute": _computes_paced()})
         del value, function, args, kwargs
         _flush()
         sender.send_json(wire.STAGE, {"stage": "finished", "time": time.monotonic()})
@@ -192,6 +191,11 @@ def _install_pace(spec: RankSpec) -> Any:
 
         dist.Backend.default_device_backend_map["cpu"] = "paced"
     return pace.report
+
+
+def _computes_paced() -> bool:
+    clock = sys.modules.get("course_lib.clock")
+    return clock is not None and clock.anything_paced()
 
 
 def _join_group(spec: RankSpec) -> None:

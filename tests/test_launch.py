@@ -20,7 +20,7 @@ import torch.distributed as dist
 from conftest import rank_processes, wait_until_gone
 
 import course_lib
-from course_lib import JobTimeout, RankError, last_run, launch, span
+from course_lib import JobTimeout, Pace, RankError, last_run, launch, span
 from course_lib.forkserver import ServerDied, close_server, current_server
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -410,6 +410,45 @@ def test_jobs_from_several_threads_run_side_by_side():
     for thread in threads:
         thread.join(60)
     assert results == {number: [2 * number] * 2 for number in range(4)}
+
+
+@pytest.mark.parametrize(
+    ("pace", "layers", "kind"),
+    [
+        (None, False, "measured"),
+        (Pace(), False, "measured"),
+        (Pace(gbps=1), False, "paced"),
+        (Pace(latency_us=10), False, "paced"),
+        (None, True, "paced"),
+    ],
+)
+def test_a_run_says_whether_its_times_are_measured_or_paced(pace, layers, kind):
+    def work():
+        from course_lib.paced_layers import paced_mlp
+
+        if layers:
+            paced_mlp(1, 8, 1, 1)(torch.ones(1, 8))
+
+    assert launch(work, 2, pace=pace).kind == kind
+
+
+def test_a_job_with_a_pace_tells_what_each_rank_sent():
+    def work():
+        dist.all_reduce(torch.zeros(1000))
+
+    traffic = launch(work, 4, pace=Pace()).traffic
+    assert [rank["all_reduce"]["bytes_sent"] for rank in traffic] == [2 * 3 / 4 * 4000] * 4
+    assert launch(work, 2).traffic == []
+
+
+def test_with_the_group_left_to_the_learner_a_plain_group_is_paced_too():
+    def work():
+        dist.init_process_group()
+        dist.all_reduce(torch.zeros(1000))
+        return dist.get_backend()
+
+    run = launch(work, 2, backend=None, pace=Pace())
+    assert run.traffic[0]["all_reduce"]["calls"] == 1
 
 
 def test_a_rank_cannot_launch():
