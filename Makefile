@@ -4,7 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
-PORT_OPTIONS ?=
+# Passed on to JupyterLab, such as LAB_OPTIONS="--no-browser --port=9000".
+LAB_OPTIONS ?=
 
 .PHONY: lab test lint bench exercises html clean install
 
@@ -20,7 +21,8 @@ $(READY): pyproject.toml constraints.txt .jupyterlab-overrides.json
 	@touch $(READY)
 
 lab: $(READY)
-	$(BIN)/jupyter lab $(PORT_OPTIONS) notebooks/00_start_here.ipynb
+	$(BIN)/jupyter lab --ServerApp.root_dir="$(CURDIR)" \
+		--LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb $(LAB_OPTIONS)
 
 test: $(READY)
 	$(BIN)/python -m pytest
