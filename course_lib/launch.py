@@ -8,12 +8,11 @@ a `Run` or an error that names the cause.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from typing import Any
 
-from course_lib import machine, request
+from course_lib import request
 from course_lib.failures import (
     JobError,
     JobInterrupted,
@@ -52,6 +51,7 @@ def launch(
     timeout: float = DEFAULT_TIMEOUT,
     check: bool = True,
     progress: bool = True,
+    **unknown: Any,
 ) -> Run:
     """Run `fn(*args, **kwargs)` on `nproc` ranks and return what they gave.
 
@@ -69,16 +69,11 @@ def launch(
     """
     global _last
     began = time.monotonic()
+    if unknown:
+        raise TypeError(request.explain_unknown(fn, unknown))
     kwargs = {} if kwargs is None else kwargs
     request.check(fn, nproc, args, kwargs, pace, timeout)
-    gpus = request.usable_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    chosen = None if backend is None else machine.choose_backend(nproc, backend, gpus)
-    if pace is not None and chosen == "nccl":
-        if backend == "nccl":
-            raise ValueError(
-                'a paced job runs over gloo on CPUs: leave backend at "auto" or pass backend="gloo"'
-            )
-        chosen = "gloo"
+    chosen, gpus = request.choose_backend(nproc, backend, pace)
     payload = pack_call(fn, tuple(args), kwargs)
     name = getattr(fn, "__name__", type(fn).__name__)
     job = Job(

@@ -185,8 +185,8 @@ class Preflight:
         if mend:
             return f"Before you go on, mend: {', '.join(mend)}."
         if other:
-            return f"Every chapter runs here. Something else is done instead for: {', '.join(other)}."
-        return "Every chapter runs here, with nothing replaced."
+            return f"Everything runs here. Something else is done instead for: {', '.join(other)}."
+        return "Everything runs here, with nothing replaced."
 
     def __repr__(self) -> str:
         lines = [f"{f.what} ({f.state}): {f.here}\n    {f.follows}" for f in self.findings]
@@ -294,7 +294,7 @@ def _starting(machine: Machine) -> Finding:
 
 def _several_machines(machine: Machine) -> Finding:
     if machine.network_namespaces:
-        follows = "Chapter 10 makes several machines on this one, joined by a link of a given speed."
+        follows = "Several machines can be imitated on this one, joined by a link of a given speed."
         return Finding("Several machines", "network namespaces", follows)
-    follows = "Chapter 10 runs its nodes side by side on loopback, and says so."
+    follows = "Several machines cannot be imitated here; their jobs would run side by side on loopback."
     return Finding("Several machines", machine.namespaces_missing, follows, INSTEAD)

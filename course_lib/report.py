@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from course_lib.failures import RankFailure, format_failure, one_line, wrap
 from course_lib.stacks import Standing
-from course_lib.stall import advise, describe_rank
+from course_lib.stall import advise, describe_rank, name_ranks
 
 if TYPE_CHECKING:
     from course_lib.job import Job
@@ -17,14 +17,18 @@ def rank_report(job: Job, cause: RankFailure) -> str:
     where = {"teardown": " after its function had returned", "importing": " while loading the function"}
     lines = [f"rank {cause.rank} of {len(job.ranks)} failed{where.get(cause.stage, '')}", ""]
     lines += [format_failure(cause), ""]
+    others: dict[str, list[int]] = {}
     for rank, state in enumerate(job.ranks):
         if rank == cause.rank:
             continue
-        if state.failure is not None:
+        if state.failure is not None and state.failure.text == cause.text:
+            text = "failed in the same way"
+        elif state.failure is not None:
             text = one_line(state.failure)
         else:
             text = describe_rank(state.stage, state.result is not None, state.standing, None)
-        lines.append(f"rank {rank}: {text}")
+        others.setdefault(text, []).append(rank)
+    lines += [f"{name_ranks(ranks)}: {text}" for text, ranks in others.items()]
     printed = job.ranks[cause.rank].log.text().rstrip().splitlines()
     if cause.kind in ("signal", "exit") and printed:
         lines += ["", f"The last that rank {cause.rank} printed:", *(f"  {line}" for line in printed[-8:])]

@@ -44,11 +44,13 @@ def usable_gpus(visible_devices: str | None) -> int:
     return len(machine.inspect().gpus)
 
 
-def check(fn: Any, nproc: Any, args: Any, kwargs: Any, pace: Any, timeout: Any) -> None:
+def check(
+    fn: Any, nproc: Any, args: Any, kwargs: Any, pace: Any, timeout: Any, caller: str = "launch"
+) -> None:
     """Raise TypeError, ValueError or RuntimeError for a request that makes no sense."""
     if os.environ.get(INSIDE_A_RANK):
         raise RuntimeError(
-            f"launch was called inside rank {os.environ[INSIDE_A_RANK]} of a running job. "
+            f"{caller} was called inside rank {os.environ[INSIDE_A_RANK]} of a running job. "
             "Call it from the notebook: a rank cannot start ranks of its own."
         )
     if not callable(fn):
@@ -79,6 +81,29 @@ def check(fn: Any, nproc: Any, args: Any, kwargs: Any, pace: Any, timeout: Any) 
         raise RuntimeError(
             "this notebook's working directory no longer exists; os.chdir() to one that does"
         ) from None
+
+
+def choose_backend(nproc: int, backend: str | None, pace: Pace | None) -> tuple[str | None, int]:
+    """The backend that a job gets, and how many GPUs there are. Raises ValueError where it cannot have it."""
+    gpus = usable_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    chosen = None if backend is None else machine.choose_backend(nproc, backend, gpus)
+    if pace is not None and chosen == "nccl":
+        if backend == "nccl":
+            raise ValueError(
+                'a paced job runs over gloo on CPUs: leave backend at "auto" or pass backend="gloo"'
+            )
+        chosen = "gloo"
+    return chosen, gpus
+
+
+def explain_unknown(fn: Any, unknown: dict[str, Any]) -> str:
+    """What to say about arguments that launch does not have: most are the function's own."""
+    name = getattr(fn, "__name__", "the function")
+    inside = ", ".join(f'"{key}": {value!r}' for key, value in unknown.items())
+    return (
+        f"launch has no argument {', '.join(map(repr, unknown))}. "
+        f"Arguments of {name} go into kwargs: launch({name}, kwargs={{{inside}}})"
+    )
 
 
 def describe(nproc: int, backend: str | None, gpus: int, pace: Pace | None, payload: bytes) -> dict:

@@ -43,7 +43,8 @@ class Logs(Sequence[str]):
         return iter(self._texts)
 
     def __repr__(self) -> str:
-        return "\n".join(f"--- rank {rank} ---\n{text.rstrip()}" for rank, text in enumerate(self._texts))
+        printed = [text.rstrip() or "(printed nothing)" for text in self._texts]
+        return "\n".join(f"--- rank {rank} ---\n{text}" for rank, text in enumerate(printed))
 
 
 @dataclass

@@ -66,6 +66,11 @@ def test_calling_the_function_instead_of_passing_it_is_explained():
         launch(0, 1)
 
 
+def test_an_argument_of_the_function_given_to_launch_is_sent_to_kwargs():
+    with pytest.raises(TypeError, match=r'launch\(dict, kwargs=\{"epochs": 2\}\)'):
+        launch(dict, 2, epochs=2)
+
+
 @pytest.mark.parametrize("wrong", [{"args": 3}, {"kwargs": [1]}, {"pace": 1.0}, {"timeout": "5"}])
 def test_arguments_of_the_wrong_type_are_named(wrong):
     with pytest.raises(TypeError, match=next(iter(wrong))):

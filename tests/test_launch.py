@@ -183,6 +183,12 @@ def test_the_error_of_a_rank_is_shown_with_its_line_and_the_others_in_one_line_e
     assert "losed by peer" not in text
 
 
+def test_ranks_that_fail_alike_share_one_line():
+    text = str(launch(lambda: 1 / 0, 4, check=False).failure)
+    assert text.startswith("rank 0 of 4 failed")
+    assert text.endswith("ranks 1, 2 and 3: failed in the same way")
+
+
 def test_a_killed_rank_is_the_cause_and_not_the_lost_connections_of_the_others():
     def work():
         dist.barrier()

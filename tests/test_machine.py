@@ -293,12 +293,12 @@ def test_preflight_says_what_happens_instead_of_what_is_not_possible():
     bare = preflight(like_laptop(start_method="spawn", namespaces_missing="not installed: tc"))
     assert bare.ok
     assert bare.summary().endswith("instead for: GPUs, Starting ranks, Several machines.")
-    assert "not installed: tc" in repr(bare) and "on loopback, and says so" in repr(bare)
+    assert "not installed: tc" in repr(bare) and "side by side on loopback" in repr(bare)
 
 
 def test_preflight_of_a_full_machine_replaces_nothing():
     full = preflight(like_laptop(gpus=(A100, A100), cores=16))
-    assert full.summary() == "Every chapter runs here, with nothing replaced."
+    assert full.summary() == "Everything runs here, with nothing replaced."
     assert "Jobs of up to 2 ranks run on GPUs with NCCL" in repr(full)
 
 
