@@ -70,9 +70,11 @@ class ThreadClock:
             self._machine_mark = used
         elif self.lag:
             # Real compute counts: a transfer must not start before the gradient that it carries exists. So
-            # the lag is for what follows a wait at once, and wears off as the thread goes on.
-            self.lag = max(0.0, self.lag - max(0.0, real - self._lag_since))
-            self._lag_since = max(self._lag_since, real)
+            # the lag is for what follows a wait at once, and wears off as the thread goes on. Queueing for a
+            # processor is not going on.
+            going_on = real - self._queued_seconds()
+            self.lag = max(0.0, self.lag - max(0.0, going_on - self._lag_since))
+            self._lag_since = max(self._lag_since, going_on)
         return real - self.lag
 
     def sleep_until(self, due: float) -> None:
@@ -139,21 +141,23 @@ class ThreadClock:
 
     def _set_lag(self, lag: float) -> None:
         self.lag = lag
-        self._lag_since = time.monotonic() + KEPT_SECONDS
         self.worst_lag = max(self.worst_lag, lag)
         if self.absorbing:
             self._machine_mark = self._machine_seconds()
+        elif lag:
+            self._lag_since = time.monotonic() - self._queued_seconds() + KEPT_SECONDS
 
     def _machine_seconds(self) -> float:
-        """Seconds this thread has run on a processor or queued for one.
+        """Seconds this thread has run on a processor or queued for one."""
+        # The processor time that schedstat shows may be a tick old, so only the queueing is read there.
+        return time.thread_time() + self._queued_seconds()
 
-        The processor time that schedstat shows may be a tick old, so only the queueing is read there. Where
-        there is no schedstat, queueing counts as being blocked.
-        """
+    def _queued_seconds(self) -> float:
+        """Seconds this thread has queued for a processor; 0 where the system does not tell."""
         if self._schedstat is None:
-            return time.thread_time()
+            return 0.0
         self._schedstat.seek(0)
-        return time.thread_time() + int(self._schedstat.read(100).split()[1]) * 1e-9
+        return int(self._schedstat.read(100).split()[1]) * 1e-9
 
 
 _local = threading.local()
