@@ -1,7 +1,8 @@
 """What the workbook's figures share: the style, the colours, and text that fits.
 
 One colour a rank, the same in every figure; one colour for communication that is hidden, one strong one for
-communication that is exposed. All can be told apart by colour-blind readers (after Okabe and Ito, and Tol).
+communication that is exposed, light grey for waiting. All can be told apart by colour-blind readers (after
+Okabe and Ito, and Tol).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ EXPOSED_COLOUR = "#D55E00"
 HIDDEN_COLOUR = "#BCCCDA"
 HIDDEN_TEXT_COLOUR = "#4F6B85"
 NEUTRAL_COLOUR = "#C9C9C9"
+WAITING_COLOUR = "#E2E2E2"
 TEXT_COLOUR = "#202020"
 QUIET_COLOUR = "#707070"
 GRID_COLOUR = "#E4E4E4"
@@ -152,9 +154,12 @@ def milliseconds(seconds: float) -> str:
     return f"{ms:.1f}" if ms >= 0.95 else f"{ms:.2g}" if ms >= 0.005 else "0"
 
 
-def megabytes(size: float) -> str:
-    """Bytes as text, in kB, MB or GB of 1000."""
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size >= 0.95 * unit:
-            return f"{size / unit:.0f} {name}" if size >= 9.95 * unit else f"{size / unit:.1f} {name}"
+def binary_size(size: float) -> str:
+    """Bytes as text, in KiB, MiB or GiB of 1024, as `bucket_cap_mb` counts: "576 KiB", "2.25 MiB"."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        # From 1023.5 on it would read as 1024 of the smaller unit.
+        if size >= unit - unit / 2048:
+            amount = size / unit
+            digits = 2 if amount < 9.995 else 1 if amount < 99.95 else 0
+            return f"{round(amount, digits):g} {name}" if digits else f"{amount:.0f} {name}"
     return f"{size:.0f} B"

@@ -37,13 +37,20 @@ def register(
     clock.reset()
     spans.set_links_record_themselves(_shared.record_spans)
     # Compute and transfers belong on one timeline, and transfers are timed in threads' logical time.
-    spans.set_time_source(lambda: clock.current().now())
+    spans.set_time_source(_logical_time)
     if link.holds_back:
         # Threads hand over to each other at every transfer; the default of 5 ms would be seen.
         sys.setswitchinterval(SWITCH_SECONDS)
     if not hasattr(dist.Backend, BACKEND.upper()):
         dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=["cpu"])
         atexit.register(_close_all)
+
+
+def _logical_time(waited: bool) -> float:
+    thread = clock.current()
+    if waited:
+        thread.pay()
+    return thread.now()
 
 
 def report() -> dict[str, Any]:

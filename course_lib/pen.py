@@ -8,8 +8,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 
-from .analysis import Interval
 from .figure import points, text_points
+from .intervals import Interval
 
 ROW = 1.0
 
@@ -61,7 +61,7 @@ class Pen:
         """Draw paths of (seconds, row)."""
         placed = [[(self.x(seconds), y) for seconds, y in path] for path in paths]
         self.ax.add_collection(
-            LineCollection(placed, colors=colour, linewidths=width, zorder=3), autolim=False
+            LineCollection(placed, colors=colour, linewidths=width, zorder=3, clip_on=False), autolim=False
         )
 
     def label(self, interval: Interval, top: float, text: str, colour: str, *, boxed: bool = False) -> bool:
@@ -71,6 +71,10 @@ class Pen:
         background = {"facecolor": "white", "edgecolor": "none", "pad": 1} if boxed else None
         self.text(sum(interval) / 2, top + ROW / 2, text, colour, 9, bbox=background)
         return True
+
+    def label_first(self, interval: Interval, top: float, texts: Sequence[str], colour: str) -> bool:
+        """Write the first of `texts` that fits inside a box; False where none does."""
+        return any(self.label(interval, top, text, colour) for text in texts)
 
     def text(
         self,

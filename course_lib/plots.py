@@ -24,6 +24,7 @@ from .figure import (
     NEUTRAL_COLOUR,
     QUIET_COLOUR,
     TEXT_COLOUR,
+    WAITING_COLOUR,
     kind_of,
     milliseconds,
     name_kind,
@@ -42,6 +43,8 @@ from .timeline_rows import PHASES
 __all__ = ["breakdown", "compare_timelines", "sweep", "timeline"]
 
 _SWEEP_COLOUR = "#0072B2"
+_MARKS = 0.27  # the part of a sweep's height that the marks of the best points need
+_BROKEN = {analysis.EXPOSED: "exposed\ncommunication", analysis.WAITING: "waiting for\nother ranks"}
 Samples = float | Sequence[float]
 
 
@@ -57,11 +60,11 @@ def breakdown(
 ) -> Axes:
     """Draw where the time of one rank's step went, as one bar, in ms and percent.
 
-    source: a run, a simulation, or a list of spans with `kind`. step: None for one of median length, the
-    first left out. The parts are those of `analysis.step_breakdown`. ValueError where there are no spans.
+    source: a run, a simulation, or a list of spans with `kind`. step: None for that of median length,
+    as in `timeline`. The parts are those of `analysis.step_breakdown`. ValueError where there are no spans.
     """
     spans, kind = spans_of(source), kind_of(source, kind)
-    step = analysis.median_step(spans, rank) if step is None else step
+    step = analysis.median_step(spans) if step is None else step
     parts = {
         name: seconds for name, seconds in analysis.step_breakdown(spans, rank, step).items() if seconds > 0
     }
@@ -84,7 +87,7 @@ def breakdown(
         edge = QUIET_COLOUR if name == "input" else "white"
         ax.barh(0.5, width, 0.85, left, color=fill, edgecolor=edge, linewidth=0.8, hatch=hatch)
         amount = f"{milliseconds(seconds)} ms, {_percent(seconds / whole)}"
-        short = name.replace("exposed communication", "exposed\ncommunication")
+        short = _BROKEN.get(name, name)
         for label in (f"{name}\n{amount}", f"{short}\n{amount}"):
             if (text_points(label, 9.5) + 6) * a_point <= width:
                 background = {"facecolor": "white", "edgecolor": "none", "pad": 1.5} if hatch else None
@@ -110,7 +113,12 @@ def _percent(share: float) -> str:
 def _part_colour(name: str, rank: int) -> Any:
     if name in PHASES:
         return tint(rank_colour(rank), PHASES[name])
-    special = {"input": "white", analysis.EXPOSED: EXPOSED_COLOUR, analysis.OTHER: "#EDEDED"}
+    special = {
+        "input": "white",
+        analysis.EXPOSED: EXPOSED_COLOUR,
+        analysis.WAITING: WAITING_COLOUR,
+        analysis.OTHER: "#F4F4F4",
+    }
     return special.get(name, NEUTRAL_COLOUR)
 
 
@@ -155,7 +163,7 @@ def sweep(
     settings = _positive("x", x)
     if measured is None and modelled is None:
         raise ValueError("give measured, modelled or both: there is nothing to draw")
-    ax = new_axes(ax, height=3.9, left=0.75, right=0.3, top=0.55, bottom=0.65)
+    ax = new_axes(ax, height=3.9, left=0.85, right=0.3, top=0.55, bottom=0.65)
     series: list[tuple[str, float, float]] = []
     heights: list[float] = []
     lines_x = settings if modelled_x is None else _positive("modelled_x", modelled_x)
@@ -180,7 +188,8 @@ def sweep(
     ax.set_xlabel(
         f"{x_label} ({x_unit}, log scale)" if x_unit and x_unit not in x_label else f"{x_label} (log scale)"
     )
-    ax.set_ylabel(y_label)
+    cut = ax.get_ylim()[0] > 0
+    ax.set_ylabel(f"{y_label}\n(axis starts above 0)" if cut else y_label)
     ax.set_title(title or f"Step time over {x_label}")
     name_kind(
         ax, "     ".join(f"{'—' if name == 'modelled' else '●'} {name}" for name, _, _ in reversed(series))
@@ -198,15 +207,31 @@ def _sweep_axes(
     every = math.ceil(len(ticks) / 14)
     ax.set_xticks(ticks[::every], [f"{tick:g}" for tick in ticks[::every]])
     ax.xaxis.set_minor_locator(NullLocator())
-    spread = (max(heights) - min(heights)) or max(heights) or 1.0
-    ax.set_ylim(min(heights) - 0.42 * spread, max(heights) + 0.12 * spread)
-    ax.yaxis.grid(True)
+    _height_axis(ax, min(heights), max(heights))
     if prediction is not None:
         ax.axvline(prediction, color=TEXT_COLOUR, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
+        text = "your prediction"
+        left, right = (math.log2(limit) for limit in ax.get_xlim())
+        room = (right - math.log2(prediction)) / (right - left) * points(ax)[0]
+        fits = text_points(text, 9, bold=True) + 4 <= room
         ax.annotate(
-            "your prediction", (prediction, 1), xycoords=("data", "axes fraction"), xytext=(4, -2),
-            textcoords="offset points", ha="left", va="top", fontsize=9, fontweight="bold",
+            text, (prediction, 1), xycoords=("data", "axes fraction"), xytext=(4 if fits else -4, -2),
+            textcoords="offset points", ha="left" if fits else "right", va="top", fontsize=9,
+            fontweight="bold", bbox={"facecolor": "white", "edgecolor": "none", "pad": 1}, zorder=4,
         )  # fmt: skip
+
+
+def _height_axis(ax: Axes, lowest: float, highest: float) -> None:
+    """From 0 where that costs less than a third of the height; room for the marks below the lowest point."""
+    spread = (highest - lowest) or highest or 1.0
+    bottom, top = lowest - 0.42 * spread, highest + 0.12 * spread
+    if bottom < top / 3:
+        # The marks stand in the lowest part, below the lowest point.
+        bottom = min(0.0, (lowest - _MARKS * top) / (1 - _MARKS))
+    ax.set_ylim(bottom, top)
+    # Placed by hand: there is no time below 0.
+    ax.set_yticks([tick for tick in ax.get_yticks() if max(0.0, bottom) <= tick <= top])
+    ax.yaxis.grid(True)
 
 
 def _mark_best(

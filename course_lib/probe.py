@@ -76,7 +76,8 @@ class _Watcher:
         if model.training:
             self.step += 1
             spans.set_step(self.step)
-        self.forward_start = spans.now()
+        # By the next forward pass, DDP has waited for all the buckets of the step before.
+        self.forward_start = spans.now(waited=True)
 
     def _after_forward(self, model: torch.nn.Module, args: Any, output: Any) -> None:
         _record("forward", self.forward_start, spans.now())
@@ -100,7 +101,7 @@ class _Watcher:
         """
         computed = spans.now()
         _record("backward", self.backward_start or computed, computed)
-        self._engine.queue_callback(lambda: _record("wait", computed, spans.now()))
+        self._engine.queue_callback(lambda: _record("wait", computed, spans.now(waited=True)))
 
     def _watch_buckets(self, model: Any) -> None:
         """Put a hook of ours around the communication hook of DDP, now or when the learner registers one."""
@@ -151,16 +152,15 @@ def _timed_bucket(hook: Callable, state: Any, bucket: Any) -> Any:
         return future
 
     def arrived(done: Any) -> Any:
-        spans.record(
-            Span(spans.current_rank(), "all_reduce", start, spans.now(), size, LINK, step, label)
-        )
+        spans.record(Span(spans.current_rank(), "all_reduce", start, spans.now(), size, LINK, step, label))
         return done.value()
 
     return future.then(arrived)
 
 
 def _record(name: str, start: float, end: float, bytes: int | None = None, lane: str = COMPUTE) -> None:
-    spans.record(Span(spans.current_rank(), name, start, end, bytes, lane, spans.current_step()))
+    # A paced job's time may step back a little where a delay turns out to be the machine's.
+    spans.record(Span(spans.current_rank(), name, start, max(start, end), bytes, lane, spans.current_step()))
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:

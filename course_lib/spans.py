@@ -120,15 +120,22 @@ def current_label() -> str:
     return getattr(_label, "detail", "")
 
 
-_time_source: Callable[[], float] = time.monotonic
+def _wall_clock(waited: bool) -> float:
+    return time.monotonic()
 
 
-def now() -> float:
-    """The time that spans are recorded in: `time.monotonic()`, or a paced job's own time."""
-    return _time_source()
+_time_source: Callable[[bool], float] = _wall_clock
 
 
-def set_time_source(source: Callable[[], float]) -> None:
+def now(waited: bool = False) -> float:
+    """The time that spans are recorded in: `time.monotonic()`, or a paced job's own time.
+
+    waited: whether this thread has waited for all that it had sent; a paced job's time accounts for it then.
+    """
+    return _time_source(waited)
+
+
+def set_time_source(source: Callable[[bool], float]) -> None:
     """Say where `now` takes the time from."""
     global _time_source
     _time_source = source

@@ -4,7 +4,8 @@
     compare_timelines([small, good, huge], ["1", "4", "1000"])     several runs on one time axis
 
 A run, a simulation and a list of spans are drawn alike. Where the link works while the device computes, the
-communication is hidden (pale); where the device has nothing to do but wait for it, it is exposed (strong).
+communication is hidden (pale); where the device has nothing to do but wait for it, it is exposed (strong). A
+transfer is drawn from when the last rank launches it: until then the others wait for that rank (grey).
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ def timeline(
 ) -> Axes:
     """Draw one training step: a row of compute and a row of link for each rank.
 
-    source: a run, a simulation, or a list of spans with `kind`. step: None for one of median length, the
-    first left out (`analysis.median_step`). ranks: which to draw; None for all, or a choice of four of many.
+    source: a run, a simulation, or a list of spans with `kind`. step: None for that of median length
+    (`analysis.median_step`), the one that `run.explain()` speaks of. ranks: which to draw; None for all, or
+    a choice of four of many.
     ValueError where there are no spans, or no such step or rank.
     """
     spans, kind = spans_of(source), kind_of(source, kind)
     step = analysis.median_step(spans) if step is None else step
-    inside = analysis.of_step(spans, step)
+    inside = analysis.effective(analysis.of_step(spans, step))
     chosen = _choice(inside) if ranks is None else list(ranks)
     drawn = [_of_rank(inside, rank) for rank in chosen]
     rows: list[Rows] = []
@@ -52,11 +54,13 @@ def timeline(
     ax = new_axes(ax, height=1.3 + _INCHES_A_ROW * (rows[-1].top + rows[-1].height), left=1.25, right=0.15)
     origin = min(analysis.window(of_rank)[0] for of_rank in drawn)
     _frame(ax, rows, max(analysis.window(of_rank)[1] for of_rank in drawn) - origin)
+    named: set[str] = set()
     for rank, of_rank, its_rows in zip(chosen, drawn, rows, strict=True):
         _name_rank(ax, rank, its_rows)
-        draw_rank(ax, of_rank, its_rows, origin, explain=rank == chosen[0])
-    ax.set_title(title or _title(chosen, analysis.ranks(spans), step), pad=15)
-    name_kind(ax, kind, pad=15)
+        draw_rank(ax, of_rank, its_rows, origin, named)
+    picked = ranks is None and len(chosen) < len(analysis.ranks(inside))
+    ax.set_title(title or _title(chosen, analysis.ranks(spans), step, picked), pad=18)
+    name_kind(ax, kind, pad=18)
     return ax
 
 
@@ -81,22 +85,23 @@ def compare_timelines(
         )
     kinds = [kind_of(source, None) for source in sources]
     drawn = []
-    for source in sources:
-        of_rank = _of_rank(spans_of(source), rank)
-        drawn.append(analysis.of_step(of_rank, analysis.median_step(of_rank) if step is None else step))
+    for spans in map(spans_of, sources):
+        its_step = analysis.median_step(spans) if step is None else step
+        drawn.append(_of_rank(analysis.effective(analysis.of_step(spans, its_step)), rank))
     rows = [rows_of(of_rank, 0.0) for of_rank in drawn]
     if axes is None:
         axes = _stacked([its_rows.height for its_rows in rows], title)
     if len(axes) != len(sources):
         raise ValueError(f"give one of axes a source: there are {len(sources)} sources and {len(axes)} axes")
+    named: set[str] = set()
     lengths = [end - start for start, end in map(analysis.window, drawn)]
     for index, ax in enumerate(axes):
         _frame(ax, [rows[index]], max(lengths))
         fastest = len(lengths) > 1 and lengths[index] == min(lengths)
         origin = analysis.window(drawn[index])[0]
-        draw_rank(ax, drawn[index], rows[index], origin, explain=index == 0, fastest=fastest)
-        ax.set_title(labels[index], fontsize=10, pad=11)
-        name_kind(ax, kinds[index], pad=11)
+        draw_rank(ax, drawn[index], rows[index], origin, named, fastest=fastest)
+        ax.set_title(labels[index], fontsize=10, pad=18)
+        name_kind(ax, kinds[index], pad=18)
         if index < len(axes) - 1:
             # Drawn by hand: an axis that shows nothing but its grid takes as long to draw as all the rest.
             ticks = ax.get_xticks()
@@ -111,7 +116,7 @@ def _stacked(heights: Sequence[float], title: str | None) -> list[Axes]:
     """The axes of a new figure, below one another, tall enough for rows of these heights."""
     from matplotlib import pyplot
 
-    above, top, bottom = 0.36, 0.4, 0.55
+    above, top, bottom = 0.45, 0.4, 0.55
     panels = [_INCHES_A_ROW * height for height in heights]
     height = top + sum(panels) + above * len(panels) + bottom
     figure = pyplot.figure(figsize=(9, height))
@@ -139,17 +144,19 @@ def _of_rank(spans: Sequence[Span], rank: int) -> list[Span]:
 
 
 def _choice(spans: Sequence[Span]) -> list[int]:
-    """The ranks to draw: of many the first, the last, and those that wait least and most for the others."""
+    """The ranks to draw: of many the first, the last, and those that wait least and most."""
     found = analysis.ranks(spans)
     if len(found) <= MOST_RANKS:
         return found
-    waits = {rank: analysis.exposed(span for span in spans if span.rank == rank) for rank in found}
+    waits = {rank: analysis.waiting(span for span in spans if span.rank == rank) for rank in found}
     by_wait = sorted(found, key=lambda rank: waits[rank])
-    picked = list(dict.fromkeys((found[0], by_wait[0], by_wait[-1], found[-1], *found)))
-    return sorted(picked[:MOST_RANKS])
+    return sorted({found[0], by_wait[0], by_wait[-1], found[-1]})
 
 
-def _title(chosen: Sequence[int], everyone: Sequence[int], step: int | None) -> str:
+def _title(chosen: Sequence[int], everyone: Sequence[int], step: int | None, picked: bool) -> str:
+    if picked:
+        what = "Some ranks" if step is None else f"Training step {step}"
+        return f"{what}: the first, the last, the least and the most waiting of {len(everyone)} ranks"
     what = "What happened when" if step is None else f"Training step {step}: what happened when"
     if len(chosen) == 1:
         return f"{what}, rank {chosen[0]}" + (f" of {len(everyone)}" if len(everyone) > 1 else "")

@@ -1,13 +1,12 @@
-"""The rows of one rank on a timeline: its own spans, its compute, its link, and what was hidden or exposed.
+"""The rows of one rank on a timeline: your own spans, and what it computes and waits for; then its link.
 
-`timeline` decides what stands where; here it is drawn.
+`timeline` decides what stands where; here it is drawn. Spans are those of `analysis.effective`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from matplotlib.axes import Axes
 
@@ -15,23 +14,25 @@ from . import analysis
 from .figure import (
     EXPOSED_COLOUR,
     HIDDEN_COLOUR,
-    HIDDEN_TEXT_COLOUR,
     NEUTRAL_COLOUR,
     QUIET_COLOUR,
     TEXT_COLOUR,
-    megabytes,
+    WAITING_COLOUR,
     milliseconds,
     rank_colour,
     readable_on,
     text_points,
     tint,
 )
+from .intervals import Interval, intersect, subtract
 from .pen import ROW, Pen
-from .spans import INPUT, LINK, Span
+from .spans import INPUT, Span
+from .timeline_link import draw_amounts, draw_link
 
 # How light or dark a rank's colour is for each phase.
 PHASES = {"forward": 0.4, "backward": 1.0, "optimizer": 1.5}
 GAP, BELOW = 0.46, 1.15  # rows between two rows of a rank, and below its link
+BELOW_OWN = 0.8  # rows below your own spans, where the names of narrow phases stand
 BESIDE = 62  # points kept free on the right for the length of the step
 
 
@@ -52,37 +53,32 @@ class Rows:
         return [(row + ROW / 2, name) for row, name in rows if row is not None]
 
 
-def own_spans(spans: Sequence[Span]) -> list[Span]:
-    """The spans that the learner named, longest first, so that what lies within is drawn on top."""
-    known = (*analysis.COMPUTE_NAMES, analysis.WAIT)
-    own = [span for span in spans if span.lane not in (LINK, INPUT) and span.name not in known]
-    return sorted(own, key=lambda span: -span.seconds)
-
-
 def rows_of(spans: Sequence[Span], top: float) -> Rows:
     """The rows that these spans of one rank need, from `top` down."""
-    number = len(own_spans(spans))
+    number = len(analysis.own_spans(spans))
     own = top if number else None
     if number == len(spans):
         return Rows(top, own, None, None, top + ROW, ROW + GAP)
-    compute = top + ROW + GAP if number else top
+    compute = top + ROW + BELOW_OWN if number else top
     link = compute + ROW + GAP
     return Rows(top, own, compute, link, link + ROW, link + ROW + BELOW - top)
 
 
 def draw_rank(
-    ax: Axes, spans: list[Span], rows: Rows, origin: float, *, explain: bool, fastest: bool = False
+    ax: Axes, spans: list[Span], rows: Rows, origin: float, named: set[str], *, fastest: bool = False
 ) -> None:
-    """Draw the spans of one rank. explain: name also what is too narrow for a name inside."""
+    """Draw the spans of one rank. named: what the figure has named already; what is new is named here."""
     colour = rank_colour(spans[0].rank)
     pen = Pen(ax, origin)
     if rows.own is not None:
-        _draw_own(pen, own_spans(spans), rows.own)
+        _draw_own(pen, analysis.own_spans(spans), rows.own)
     if rows.compute is not None and rows.link is not None:
         _draw_bands(pen, spans, rows.compute, rows.link + ROW)
-        _draw_compute(pen, spans, rows.compute, colour, explain)
-        _draw_link(pen, spans, rows.link, explain)
-        _draw_amounts(pen, spans, rows.link + ROW)
+        narrow = _draw_compute(pen, spans, rows.compute, colour, named)
+        narrow += _draw_waiting(pen, spans, rows.compute, named)
+        _name_narrow(pen, narrow, rows.compute, above=not rows.top or rows.own is not None)
+        draw_link(pen, spans, rows.link, named)
+        draw_amounts(pen, spans, rows.link + ROW)
     start, end = analysis.window(spans)
     pen.lines([[(end, rows.top - 0.05), (end, rows.bottom + 0.05)]], TEXT_COLOUR, 1.2)
     text = f"{milliseconds(end - start)} ms" + ("\nfastest" if fastest else "")
@@ -95,7 +91,7 @@ def _draw_own(pen: Pen, spans: list[Span], top: float) -> None:
         pen.boxes([(span.start, span.end)], top, NEUTRAL_COLOUR, edge="white")
     for span in sorted(spans, key=lambda span: span.start):
         inner = [(s.start, s.end) for s in spans if s.seconds < span.seconds]
-        seen = analysis.subtract([(span.start, span.end)], inner)
+        seen = subtract([(span.start, span.end)], inner)
         widest = max(seen, key=lambda part: part[1] - part[0], default=(span.start, span.start))
         if not pen.label(widest, top, span.name, TEXT_COLOUR) and pen.x(span.start) > free:
             pen.text(span.start, top - 0.06, span.name, QUIET_COLOUR, 8, ha="left", va="bottom")
@@ -107,149 +103,82 @@ def _draw_bands(pen: Pen, spans: list[Span], top: float, bottom: float) -> None:
     pen.boxes(analysis.exposed_intervals(spans), top, tint(EXPOSED_COLOUR, 0.15), bottom - top, zorder=0.5)
 
 
-def _draw_compute(pen: Pen, spans: list[Span], top: float, colour: str, explain: bool) -> None:
-    for name, strength in PHASES.items():
-        fill = tint(colour, strength)
-        times = [(span.start, span.end) for span in spans if span.name == name]
-        pen.boxes(times, top, fill)
-        fits = [pen.label(time, top, name, readable_on(fill)) for time in times]
-        if times and not any(fits) and explain and name == "optimizer":
-            pen.text(times[-1][1], top - 0.08, name, QUIET_COLOUR, 8, ha="right", va="bottom")
-    for time in ((span.start, span.end) for span in spans if span.lane == INPUT):
-        pen.boxes([time], top, "white", hatch="////", edge=QUIET_COLOUR)
-        if not pen.label(time, top, "input", TEXT_COLOUR, boxed=True) and explain:
-            pen.text(time[0], top - 0.08, "input", QUIET_COLOUR, 8, ha="left", va="bottom")
-    for span in spans:
-        if span.name == analysis.WAIT:
-            pen.label((span.start, span.end), top, "waits", EXPOSED_COLOUR)
-
-
-def _draw_link(pen: Pen, spans: list[Span], top: float, explain: bool) -> None:
-    sent = sorted((span for span in spans if span.lane == LINK), key=lambda span: (span.start, span.end))
-    if not sent:
-        pen.text(pen.origin, top + ROW / 2, "nothing sent", QUIET_COLOUR, 9, ha="left", shift=4)
-        return
-    hidden, exposed = analysis.hidden_intervals(spans), analysis.exposed_intervals(spans)
-    free = sent[0].start
-    queued, borders, on_link = [], [], []
-    for span in sent:
-        # In flight at once, they share one link: each is drawn from when the one before is through.
-        begins = max(span.start, free)
-        if begins - span.start > pen.seconds(2):
-            queued += [
-                [(span.start, top - 0.3), (span.start, top - 0.06)],
-                [(span.start, top - 0.18), (begins, top - 0.18)],
-            ]
-        if span.end > begins:
-            on_link.append((span, (begins, span.end)))
-            borders.append([(begins, top), (begins, top + ROW)])
-        free = max(free, span.end)
-    pen.boxes(hidden, top, HIDDEN_COLOUR)
-    pen.boxes(exposed, top, EXPOSED_COLOUR)
-    pen.lines(borders, "white", 1.0)
-    pen.lines(queued, QUIET_COLOUR, 0.8)
-    for span, time in on_link:
-        _label_sent(pen, span, time, top, hidden, exposed)
-    _describe_link(pen, sent, queued, top, explain)
-
-
-def _describe_link(pen: Pen, sent: list[Span], queued: Sequence[Any], top: float, explain: bool) -> None:
-    """In the room before the first transfer: how many and how much. Beside the queue: what the lines are."""
-    noun = "bucket" if all(span.detail.startswith("bucket") for span in sent) else "message"
-    total = megabytes(sum(span.bytes or 0 for span in sent))
-    count = f"{len(sent)} {noun}" + ("s" if len(sent) > 1 else "")
-    for summary in (f"{count}, {total}", count):
-        if text_points(summary, 9) + 10 < pen.points((pen.origin, sent[0].start)):
-            pen.text(pen.origin, top + ROW / 2, summary, QUIET_COLOUR, 9, ha="left", shift=3)
-            break
-    note = "queued"
-    if queued and explain:
-        first = min(path[0][0] for path in queued)
-        if text_points(note, 7.5) + 6 < pen.points((pen.origin, first)):
-            pen.text(first, top - 0.18, note, QUIET_COLOUR, 7.5, ha="right", shift=-3)
-
-
-def _label_sent(
-    pen: Pen,
-    span: Span,
-    time: analysis.Interval,
-    top: float,
-    hidden: list[analysis.Interval],
-    exposed: list[analysis.Interval],
-) -> None:
-    """Write how much was sent, in the longer of the hidden and the exposed part."""
-    parts = [
-        (part[1] - part[0], part, colour)
-        for intervals, colour in ((hidden, TEXT_COLOUR), (exposed, "white"))
-        for part in analysis.intersect(intervals, [time])
-    ]
-    if span.bytes is None or not parts:
-        return
-    _, part, colour = max(parts, key=lambda candidate: candidate[0])
-    size = megabytes(span.bytes)
-    names = [size, size.split()[0]] if span.name == "all_reduce" else [f"{span.name} {size}", span.name, size]
-    for name in names:
-        if pen.label(part, top, name, colour):
-            return
-
-
-@dataclass
-class _Amount:
-    text: str
-    colour: str
-    bracket: analysis.Interval | None
-    half: float
-
-    @property
-    def middle(self) -> float:
-        return sum(self.bracket) / 2 if self.bracket else 0.0
-
-    @property
-    def width(self) -> float:
-        return self.bracket[1] - self.bracket[0] if self.bracket else 0.0
-
-
-def _draw_amounts(pen: Pen, spans: list[Span], top: float) -> None:
-    """Below the link: how much was hidden, how much exposed."""
-    if not analysis.communication(spans):
-        return
-    amounts = []
-    for word, intervals, colour in (
-        ("hidden", analysis.hidden_intervals(spans), HIDDEN_TEXT_COLOUR),
-        ("exposed", analysis.exposed_intervals(spans), EXPOSED_COLOUR),
-    ):
-        shown = _joined([interval for interval in intervals if pen.points(interval) > 2], pen.seconds(16))
-        low, high = top + 0.12, top + 0.28
-        brackets = [[(start, low), (start, high), (end, high), (end, low)] for start, end in shown]
-        pen.lines(brackets, colour, 1.3)
-        longest = max(shown, key=lambda interval: interval[1] - interval[0], default=None)
-        text = f"{word} {milliseconds(analysis.total(intervals))} ms"
-        half = pen.seconds(text_points(text, 9.5, bold=True)) / 2
-        amounts.append(_Amount(text, colour, longest, half))
-    for amount, middle in zip(amounts, _middles(amounts[0], amounts[1], pen.seconds(8)), strict=True):
-        # At the left edge there is nowhere to go but inside.
-        middle = max(middle, pen.origin + amount.half)
-        pen.text(middle, top + 0.36, amount.text, amount.colour, 9.5, va="top", weight="bold")
-
-
-def _joined(intervals: list[analysis.Interval], gap: float) -> list[analysis.Interval]:
-    """The same, with those joined that lie closer than `gap`: one bracket for many buckets in a row."""
-    wider = analysis.merge((start, end + gap) for start, end in intervals)
-    return [(start, end - gap) for start, end in wider]
-
-
-def _middles(hidden: _Amount, exposed: _Amount, gap: float) -> tuple[float, float]:
-    """Where the two texts go: under their brackets, and where they would touch, the wider one's gives way."""
-    apart = hidden.half + exposed.half + gap
-    if not hidden.bracket:
-        return exposed.middle - apart, exposed.middle
-    if not exposed.bracket:
-        return hidden.middle, hidden.middle + apart
-    left, right = hidden.middle, exposed.middle
-    if abs(right - left) < apart:
-        away = apart if right >= left else -apart
-        if hidden.width > exposed.width:
-            left = right - away
+def _draw_compute(
+    pen: Pen, spans: list[Span], top: float, colour: str, named: set[str]
+) -> list[tuple[float, str]]:
+    """Draw the phases and the input; returns when and what is new in the figure and too narrow for a name."""
+    narrow = []
+    for name in (INPUT, *PHASES):
+        if name == INPUT:
+            times = [_time(span) for span in spans if span.lane == INPUT]
+            pen.boxes(times, top, "white", hatch="////", edge=QUIET_COLOUR)
+            fits = [pen.label(time, top, name, TEXT_COLOUR, boxed=True) for time in times]
         else:
-            right = left + away
-    return left, right
+            fill = tint(colour, PHASES[name])
+            times = [_time(span) for span in spans if span.name == name]
+            pen.boxes(times, top, fill)
+            fits = [pen.label(time, top, name, readable_on(fill)) for time in times]
+        if times and name not in named:
+            named.add(name)
+            if not any(fits):
+                narrow.append((_middle(max(times, key=_seconds)), name))
+    return narrow
+
+
+def _draw_waiting(pen: Pen, spans: list[Span], top: float, named: set[str]) -> list[tuple[float, str]]:
+    """In the row of compute: waiting for other ranks in grey; waiting for the link is named only.
+
+    Returns what is new and too narrow, as `_draw_compute`.
+    """
+    waits = [span for span in spans if span.lane == analysis.WAITING_LANE]
+    fits = False
+    for span in waits:
+        time = _time(span)
+        pen.boxes([time], top, WAITING_COLOUR)
+        words = _whom(span)
+        fits |= pen.label_first(time, top, [f"{words}, {milliseconds(span.seconds)} ms", words], TEXT_COLOUR)
+    narrow = []
+    longest_wait = max(waits, key=lambda span: span.seconds, default=None)
+    if longest_wait and analysis.WAITING not in named and (fits or pen.points(_time(longest_wait)) > 2):
+        named.add(analysis.WAITING)
+        narrow = [] if fits else [(_middle(_time(longest_wait)), _whom(longest_wait))]
+    inside = analysis.named(spans, analysis.WAIT)
+    exposed = analysis.exposed_intervals(spans)
+    longest = max(intersect(exposed, inside), key=_seconds, default=None)
+    if longest:
+        pen.label_first(longest, top, ["waits for the link", "waits"], EXPOSED_COLOUR)
+    # What is left of DDP's wait: it hands out what has arrived, or the machine is late to wake it.
+    for time in subtract(inside, [*exposed, *map(_time, waits)]):
+        pen.boxes([time], top, tint(WAITING_COLOUR, 0.5))
+        pen.label(time, top, "finishes", QUIET_COLOUR)
+    return narrow
+
+
+def _whom(span: Span) -> str:
+    return f"waits for {span.detail or 'others'}"
+
+
+def _time(span: Span) -> Interval:
+    return span.start, span.end
+
+
+def _seconds(interval: Interval) -> float:
+    return interval[1] - interval[0]
+
+
+def _middle(interval: Interval) -> float:
+    return (interval[0] + interval[1]) / 2
+
+
+def _name_narrow(pen: Pen, narrow: list[tuple[float, str]], top: float, above: bool) -> None:
+    """Name phases beside their boxes, with a line to each: above the row, or below where there is no room."""
+    narrow = sorted(narrow)
+    halves = [pen.seconds(text_points(name, 8) / 2 + 3) for _, name in narrow]
+    middles: list[float] = []
+    for index, (middle, _) in enumerate(narrow):
+        least = middles[-1] + halves[index - 1] if middles else pen.origin - pen.seconds(3)
+        middles.append(max(middle, least + halves[index]))
+    edge, end, line = (top, top - 0.3, 0.27) if above else (top + ROW, top + ROW + 0.14, -0.12)
+    for (middle, name), placed in zip(narrow, middles, strict=True):
+        pen.lines([[(middle, edge), (placed, edge - line)]], QUIET_COLOUR, 0.7)
+        pen.text(placed, end, name, TEXT_COLOUR, 8, va="bottom" if above else "top")

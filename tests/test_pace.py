@@ -6,6 +6,7 @@ Times are compared with formulas within one run; nothing here asks for an absolu
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -243,8 +244,6 @@ def test_destroying_the_group_ends_its_threads() -> None:
 
 def one_rank_dies() -> str:
     if dist.get_rank() == 1:
-        import os
-
         os._exit(3)
     with pytest.raises(RuntimeError) as caught:
         for _ in range(100):
@@ -641,12 +640,15 @@ def timed(step: Any, times: int, runs: int = 3) -> list[float]:
 def undisturbed(compare: Callable[[], None], tries: int = 3) -> None:
     """Call `compare` until it passes, a few times: others may take the cores for a while.
 
-    A wrong pace is wrong every time.
+    A wrong pace is wrong every time. Where more than twice as many processes as cores want to run, which
+    paced ranks by themselves do not bring about, nothing can be said, and the test is skipped.
     """
     for left in reversed(range(tries)):
         try:
             return compare()
         except AssertionError:
+            if not left and os.getloadavg()[0] > 2 * (os.cpu_count() or 1):
+                pytest.skip(f"the machine is too busy to compare times: load {os.getloadavg()[0]:.1f}")
             if not left:
                 raise
 
@@ -857,7 +859,7 @@ def time_ddp(cap: float, forward_ms: float, backward_ms: float) -> list[float]:
 
     # In the first step all gradients are in one bucket, and the second makes the buckets anew.
     step()
-    return timed(step, 3, runs=2)
+    return timed(step, 6, runs=1)
 
 
 @pytest.mark.timing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 import subprocess
@@ -123,21 +124,113 @@ def test_many_ranks_become_a_choice_that_keeps_the_extremes():
     spans = on_ranks(simulated(), 9)
     late = [s if s.rank != 5 or s.lane != LINK else dataclasses.replace(s, end=s.end + 0.05) for s in spans]
     ax = plots.timeline(late, kind="paced")
-    assert ax.get_title("left").endswith("of 9")
+    title = ax.get_title("left")
+    assert "the first, the last, the least and the most waiting of 9 ranks" in title
     names = [text for text in texts(ax) if text.startswith("rank ")]
-    assert len(names) == 4
-    assert {"rank 0", "rank 5", "rank 8"} <= set(names)
+    assert names == ["rank 0", "rank 5", "rank 8"]
+    assert plots.timeline(late, kind="paced", ranks=[1, 2]).get_title("left").endswith("ranks 1, 2 of 9")
 
 
 def test_buckets_are_drawn_one_after_the_other_and_labelled():
     # Three in flight at once, as gloo's two threads and its queue do: the picture shows them queue.
     spans = [Span(0, "backward", 0, 0.1, step=0)] + [
-        Span(0, "all_reduce", 0.01 * k, 0.05 * (k + 1), 10_000_000, LINK, 0, f"bucket {k}") for k in range(3)
+        Span(0, "all_reduce", 0.01 * k, 0.05 * (k + 1), 10 * 2**20, LINK, 0, f"bucket {k}") for k in range(3)
     ]
     ax = plots.timeline(spans, kind="measured")
     assert filled(ax, HIDDEN_COLOUR) == [pytest.approx(100)]
     assert filled(ax, EXPOSED_COLOUR) == [pytest.approx(50)]
-    assert texts(ax).count("10 MB") == 3
+    assert texts(ax).count("10 MiB") == 3
+
+
+def late_rank():
+    """Rank 0 is through with backward at 4 and waits until rank 1 launches its bucket at 6."""
+    return [
+        Span(0, "backward", 0.000, 0.004, step=2),
+        Span(0, "all_reduce", 0.003, 0.008, 2**20, LINK, 2, "bucket 0"),
+        Span(0, "wait", 0.004, 0.008, step=2),
+        Span(1, "backward", 0.000, 0.007, step=2),
+        Span(1, "all_reduce", 0.006, 0.008, 2**20, LINK, 2, "bucket 0"),
+        Span(1, "wait", 0.007, 0.008, step=2),
+    ]
+
+
+def test_waiting_for_another_rank_is_drawn_as_such_and_not_as_communication():
+    ax = plots.timeline(late_rank(), kind="measured")
+    assert "waits for rank 1" in texts(ax)
+    assert filled(ax, figure.WAITING_COLOUR) == [pytest.approx(2)]
+    assert amount(ax, "exposed") == [2.0, 1.0]
+    assert amount(ax, "hidden") == [0.0, 1.0]
+    (compared,) = plots.compare_timelines([Recorded(late_rank())], ["one"])
+    assert amount(compared, "exposed") == [2.0]
+    assert filled(compared, figure.WAITING_COLOUR) == [pytest.approx(2)]
+    breakdown = texts(plots.breakdown(late_rank(), kind="measured"))
+    assert any(text.startswith(("waiting for other ranks", "waiting for\n")) for text in breakdown)
+
+
+class Recorded:
+    kind = "measured"
+
+    def __init__(self, spans):
+        self.spans = spans
+
+
+def test_a_wait_that_is_too_narrow_for_words_is_named_beside():
+    spans = [*late_rank(), Span(0, "forward", -0.1, 0.0, step=2), Span(1, "forward", -0.1, 0.0, step=2)]
+    assert texts(plots.timeline(spans, kind="measured")).count("waits for rank 1") == 1
+
+
+def test_every_phase_is_named_once_even_if_it_is_narrow():
+    spans = [
+        Span(0, "input", 0.000, 0.001, lane="input", step=2),
+        Span(0, "forward", 0.001, 0.002, step=2),
+        Span(0, "backward", 0.002, 0.003, step=2),
+        Span(0, "all_reduce", 0.003, 0.200, 2**20, LINK, 2, "bucket 0"),
+        Span(0, "optimizer", 0.200, 0.201, step=2),
+    ]
+    both = [*spans, *(dataclasses.replace(span, rank=1) for span in spans)]
+    ax = plots.timeline(both, kind="measured")
+    for name in ("input", "forward", "backward", "optimizer"):
+        assert texts(ax).count(name) == 1
+    ax.figure.canvas.draw()
+    boxes = sorted(
+        text.get_window_extent().extents.tolist() for text in ax.texts if text.get_text() in plots.PHASES
+    )
+    assert all(left[2] <= right[0] for left, right in itertools.pairwise(boxes))
+
+
+def test_messages_are_not_counted_as_buckets():
+    spans = [Span(0, "forward", 0, 0.1, step=2), Span(0, "backward", 0.1, 0.2, step=2)]
+    spans += [Span(0, "broadcast", 0, 1e-5, 8, LINK, 2) for _ in range(2)]
+    spans += [
+        Span(0, "all_reduce", 0.15 + k / 100, 0.16 + k / 100, 589_824, LINK, 2, f"bucket {k}")
+        for k in range(12)
+    ]
+    assert "12 buckets of 576 KiB + 2 messages" in texts(plots.timeline(spans, kind="paced"))
+
+
+def test_a_number_without_a_unit_is_written_only_where_the_row_gives_the_unit():
+    narrow = [
+        Span(0, "backward", 0.0, 1.0, step=2),
+        *(Span(0, "all_reduce", k / 22, (k + 1) / 22, 589_824, LINK, 2, f"bucket {k}") for k in range(22)),
+    ]
+    written = texts(plots.timeline(narrow, kind="paced"))
+    assert written.count("576") == 22
+    assert "22 buckets\nof 576 KiB" in written
+    mixed = [*narrow, Span(0, "broadcast", 0, 0.001, 8, LINK, 2)]
+    assert "576" not in texts(plots.timeline(mixed, kind="paced"))
+
+
+def test_all_figures_speak_of_the_step_that_is_explained():
+    from course_lib.explain import explain
+
+    whole = {0: 9, 1: 1, 2: 0.3, 3: 0.9, 4: 0.6}
+    spans = [Span(0, "forward", 10 * s, 10 * s + 0.1 * s, step=s) for s in range(5)]
+    spans += [Span(1, "forward", 10 * s, 10 * s + length, step=s) for s, length in whole.items()]
+    assert explain(Recorded(spans)).step == 4
+    assert "step 4" in plots.timeline(spans, kind="measured").get_title("left")
+    assert "step 4" in plots.breakdown(spans, kind="measured").get_title("left")
+    (ax,) = plots.compare_timelines([Recorded(spans)], ["one"])
+    assert "400 ms" in texts(ax)
 
 
 def test_your_own_spans_are_drawn_with_their_names():
@@ -267,6 +360,33 @@ def test_a_sweep_shows_your_prediction_even_off_the_measured_range():
     assert "your prediction" not in texts(drawn_sweep()[0])
 
 
+@pytest.mark.parametrize("prediction", [0.25, 1, 5, 25, 200])
+def test_your_prediction_is_never_cut_off(prediction):
+    ax, _ = drawn_sweep(prediction=prediction)
+    ax.figure.canvas.draw()
+    (label,) = [text for text in ax.texts if text.get_text() == "your prediction"]
+    inside, box = ax.get_window_extent(), label.get_window_extent()
+    assert inside.x0 <= box.x0 and box.x1 <= inside.x1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "from_zero"),
+    [([0.1, 0.2, 0.3], True), ([0.28, 0.3, 0.31], False), ([0.001, 0.2, 0.3], True), ([0.2, 0.2], False)],
+)
+def test_a_sweep_starts_at_zero_where_that_costs_little_and_else_says_so(seconds, from_zero):
+    ax = plots.sweep(range(1, len(seconds) + 1), seconds, seconds)
+    low, high = ax.get_ylim()
+    assert (low <= 0) == from_zero == ("starts above 0" not in ax.get_ylabel())
+    assert min(ax.get_yticks()) == 0 if from_zero else low > high / 3
+    ax.figure.canvas.draw()
+    marks = [text for text in ax.texts if "best" in text.get_text()]
+    assert len(marks) == 2
+    for mark in marks:
+        box = mark.get_window_extent()
+        assert ax.get_window_extent().y0 <= box.y0
+        assert box.y1 < ax.transData.transform((1, min(seconds) * 1e3))[1]
+
+
 def test_a_sweep_may_be_only_modelled_or_have_a_finer_line():
     ax = plots.sweep([1, 2, 4], modelled=[0.3, 0.2, 0.4])
     assert ax.get_title("right") == "— modelled"
@@ -320,10 +440,19 @@ def test_milliseconds_have_no_more_digits_than_needed(seconds, text):
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(12, "12 B"), (2000, "2.0 kB"), (4_194_304, "4.2 MB"), (29_400_000, "29 MB"), (1e9, "1.0 GB")],
+    [
+        (12, "12 B"),
+        (2000, "1.95 KiB"),
+        (589_824, "576 KiB"),
+        (2**20 - 1, "1 MiB"),
+        (2_359_296, "2.25 MiB"),
+        (27.5 * 2**20, "27.5 MiB"),
+        (300 * 2**20, "300 MiB"),
+        (2**30, "1 GiB"),
+    ],
 )
-def test_sizes_are_in_decimal_units(size, text):
-    assert figure.megabytes(size) == text
+def test_sizes_are_in_the_units_that_bucket_cap_mb_counts(size, text):
+    assert figure.binary_size(size) == text
 
 
 def test_a_notebook_shows_every_figure_also_when_the_first_one_is_ours(tmp_path, monkeypatch):
