@@ -53,6 +53,11 @@ def test_links_in_notebooks_lead_somewhere():
             assert (path.parent / target).exists(), f"{path.name}: {target}"
 
 
+def test_the_readmes_example_runs():
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    subprocess.run([sys.executable, "-c", code[1]], check=True, cwd=ROOT, timeout=60)
+
+
 def test_every_make_target_that_the_readme_names_exists():
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     named = re.findall(r"(?:`|^    )make ([a-z]+)", (ROOT / "README.md").read_text(), re.MULTILINE)
