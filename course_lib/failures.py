@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from course_lib.run import Run
 
 MAX_MESSAGE = 4000
+MAX_FRAMES = 40
 LINE_CHARACTERS = 120
 WRAP_CHARACTERS = 84
 LIBRARY = str(Path(__file__).parent)
@@ -185,6 +186,10 @@ def format_frames(frames: list[list]) -> list[str]:
             lines.append(f"    … in {hidden[-1]}")
             hidden.clear()
 
+    if len(frames) > MAX_FRAMES:
+        half = MAX_FRAMES // 2
+        left_out = f"[… {len(frames) - MAX_FRAMES} more calls …]"
+        return [*format_frames(frames[:half]), left_out, *format_frames(frames[-half:])]
     for filename, number, function, known in frames:
         if is_learners(filename):
             flush()

@@ -179,7 +179,7 @@ def test_the_error_of_a_rank_is_shown_with_its_line_and_the_others_in_one_line_e
     assert text.startswith("rank 1 of 3 failed")
     assert "ValueError: the learning rate is a string" in text
     assert 'raise ValueError("the learning rate is a string")' in text
-    assert "rank 0: in all_reduce" in text and "dist.all_reduce(torch.ones(1))" in text
+    assert "ranks 0 and 2: in all_reduce" in text and "dist.all_reduce(torch.ones(1))" in text
     assert "losed by peer" not in text
 
 
@@ -209,6 +209,15 @@ def test_a_crash_in_compiled_code_names_the_signal_and_the_line():
 
     text = str(launch(work, 1, check=False).failure)
     assert "SIGSEGV" in text and "ctypes.string_at(0)" in text
+
+
+def test_an_endless_recursion_is_told_in_short():
+    def work(depth=0):
+        return work(depth + 1)
+
+    text = str(launch(work, 1, check=False).failure)
+    assert "RecursionError" in text and "more calls" in text
+    assert len(text) < 10_000
 
 
 def test_leaving_without_returning_is_a_failure():
