@@ -33,6 +33,10 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# Writes exercises/ from solutions/; FORCE=--force also those that hold answers.
+exercises: $(READY)
+	$(BIN)/python -m course_lib.exercises $(FORCE)
+
 bench: $(READY)
 	$(BIN)/python tests/benchmarks/run.py
 

@@ -52,6 +52,8 @@ class Server:
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+        # Threads that spin while they wait are ten times slower than none where ranks share the cores.
+        environment.setdefault("OMP_WAIT_POLICY", "passive")
         environment["PYTHONPATH"] = os.pathsep.join(
             filter(None, [str(LIBRARY.parent), os.environ.get("PYTHONPATH", "")])
         )
@@ -99,8 +101,16 @@ class Server:
             return self.errors.read()[-4000:].decode(errors="replace").strip()
         return ""
 
+    def retire(self) -> None:
+        """Let the server end as soon as its last job has."""
+        self.control.close()
+        self.process.wait()
+        self.errors.close()
+
     def close(self) -> None:
         """End the server, and with it any job still running."""
+        with contextlib.suppress(OSError):
+            self.control.send(b"Q")
         self.control.close()
         if self.owner_pid == os.getpid():
             try:
@@ -121,9 +131,9 @@ def current_server() -> Server:
     with _lock:
         if _current is not None and not _current.usable():
             stale, _current = _current, None
-            # Jobs that other threads still run on it go on: it ends when they do.
+            # Jobs that other threads or sessions still run on it go on: it ends when they do.
             if stale.owner_pid == os.getpid() and stale.process.poll() is None:
-                threading.Thread(target=stale.close, daemon=True).start()
+                threading.Thread(target=stale.retire, daemon=True).start()
         if _current is None:
             _current = Server()
         return _current

@@ -8,6 +8,7 @@ what it returned, when each thing happened, and what went wrong.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import os
@@ -20,9 +21,11 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
-from course_lib import spans, wire
+from course_lib import rendezvous, spans, wire
 
 BEAT_SECONDS = 0.2
+# The line to the launcher, for a function that is a session: it answers orders until the last.
+line: wire.Sender | None = None
 INSIDE_A_RANK = "COURSE_LIB_RANK"
 BOARD_FD = "COURSE_LIB_BOARD_FD"
 
@@ -61,11 +64,13 @@ def main(spec: RankSpec) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        _flush()
+        flush()
         os._exit(status)
 
 
 def _run(spec: RankSpec, sender: wire.Sender) -> int:
+    global line
+    line = sender
     stage = "starting"
 
     def enter(name: str) -> None:
@@ -82,6 +87,7 @@ def _run(spec: RankSpec, sender: wire.Sender) -> int:
         torch.set_num_threads(spec.threads)
         function, args, kwargs = _load_call(spec.payload_fd)
         store = _serve_store(spec)
+        rendezvous.allow_rejoining()
         _prepare_device(spec)
         paced = _install_pace(spec)
         if spec.backend is not None:
@@ -92,7 +98,7 @@ def _run(spec: RankSpec, sender: wire.Sender) -> int:
         _send_result(sender, value)
         sender.send_json(wire.REPORT, {**(paced() if paced else {}), "paced_compute": _computes_paced()})
         del value, function, args, kwargs
-        _flush()
+        flush()
         sender.send_json(wire.STAGE, {"stage": "finished", "time": time.monotonic()})
         if not sender.wait_for_release():
             return 1
@@ -101,7 +107,7 @@ def _run(spec: RankSpec, sender: wire.Sender) -> int:
         del store
         return 0
     except BaseException as error:
-        _flush()
+        flush()
         sender.send_json(wire.BEAT, {"spans": [s.to_row() for s in spans.drain()]})
         sender.send_json(wire.ERROR, describe(error, stage))
         sender.wait_for_release()
@@ -254,10 +260,13 @@ def describe(error: BaseException, stage: str) -> dict:
     }
 
 
-def _flush() -> None:
+def flush() -> None:
+    """Hand over what Python and C still hold back of what was printed."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
+    with contextlib.suppress(Exception):
+        ctypes.CDLL(None).fflush(None)
 
 
 class _Beat(threading.Thread):

@@ -40,6 +40,12 @@ class RankState:
         """Where the rank stood when its stack was last asked for."""
         return stacks.parse(self.dump.decode(errors="replace"))
 
+    def start_over(self) -> None:
+        """Forget how the last call ended: the rank is given another."""
+        self.log = Log()
+        self.dump.clear()
+        self.result = self.failure = self.pace_report = self.step = None
+
     def hear(self, data: bytes) -> list[Span]:
         """Take what came over the rank's channel; return the spans that were in it."""
         spans: list[Span] = []

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from course_lib import machine
+from course_lib import freshness, machine
 from course_lib.pace import Pace
 from course_lib.rank import INSIDE_A_RANK
 from course_lib.travel import large_variables
@@ -53,6 +53,7 @@ def check(
             f"{caller} was called inside rank {os.environ[INSIDE_A_RANK]} of a running job. "
             "Call it from the notebook: a rank cannot start ranks of its own."
         )
+    freshness.check()
     if not callable(fn):
         raise TypeError(f"launch needs a function to run, and was given {fn!r}: pass `train`, not `train()`")
     if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn):

@@ -117,15 +117,15 @@ def _advice(value: Any) -> str:
     return f"return {WHAT_MAY_RETURN}"
 
 
-def pack(value: Any) -> bytes:
-    """`value` as bytes.
+def pack(value: Any, name: str = "result") -> bytes:
+    """`value` as bytes; `name` is what to call it.
 
     Raises CannotReturn, naming the part that cannot come back and what to return instead.
     """
     try:
         return _dump(value)
     except Exception as error:
-        where, culprit = _find_culprit(value, "result")
+        where, culprit = _find_culprit(value, name)
         kind = f"{type(culprit).__module__}.{type(culprit).__qualname__}".removeprefix("builtins.")
         reason = (
             f" ({error})" if isinstance(error, CannotReturn) and "object made by" not in str(error) else ""

@@ -34,7 +34,7 @@ from course_lib.processes import (
 )
 from course_lib.rank import RankSpec
 from course_lib.rank import main as run_rank
-from course_lib.wire import LENGTH
+from course_lib.wire import LENGTH, receive_exactly
 
 
 @dataclass
@@ -51,7 +51,7 @@ BASICS = ("cloudpickle", "numpy", "torch", "torch.distributed", "torch.nn.parall
 OURS = ("course_lib.results", "course_lib.travel")
 # What DDP imports when the first model is wrapped: over a second, here once instead of in each rank.
 HEAVY = ("torch._dynamo", "torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
-OURS_WITH_TORCH = ("course_lib.probe", "course_lib.paced_group", "course_lib.tasks")
+OURS_WITH_TORCH = ("course_lib.probe", "course_lib.paced_backend", "course_lib.tasks")
 
 
 def import_all(*names: str) -> None:
@@ -71,6 +71,7 @@ class Server:
         self.forks = forks
         self.heavy_imported = not forks
         self.served = False
+        self.retired = False
         self.jobs: dict[int, Job] = {}
         self.selector = selectors.DefaultSelector()
         self.selector.register(control, selectors.EVENT_READ, "control")
@@ -104,15 +105,22 @@ class Server:
                 elif isinstance(key.data, Job):
                     self._hear(key.data)
             self._reap()
+            if self.retired and not self.jobs:
+                return
 
     def _import_heavy(self) -> None:
         import_all(*HEAVY, *OURS_WITH_TORCH)
         self.heavy_imported = True
 
     def _accept(self) -> bool:
-        """Take one job from the owner. False where the owner is gone."""
+        """Take one job from the owner. False where the owner wants no more of this server."""
         data, fds, _, _ = socket.recv_fds(self.control, 1, 1)
-        if not data:
+        if not data and self.jobs:
+            # Replaced by a newer server, or the owner is gone, which is noticed apart: jobs may end first.
+            self.selector.unregister(self.control)
+            self.retired = True
+            return True
+        if not fds:
             return False
         channel = socket.socket(fileno=fds[0])
         job = Job(channel)
@@ -141,8 +149,8 @@ class Server:
     @staticmethod
     def _receive_description(channel: socket.socket, opened: list[int]) -> dict:
         channel.settimeout(10)
-        (length,) = LENGTH.unpack(_receive_exactly(channel, LENGTH.size))
-        description = json.loads(_receive_exactly(channel, length))
+        (length,) = LENGTH.unpack(receive_exactly(channel, LENGTH.size))
+        description = json.loads(receive_exactly(channel, length))
         for _ in range(1 + description["world_size"]):
             data, fds, _, _ = socket.recv_fds(channel, 1, 4)
             if not data or len(fds) != 3:
@@ -209,10 +217,10 @@ class Server:
             return
         except OSError:
             orders = b""
-        if b"d" in orders:
-            for pid in job.pids:
+        for order, number in ((b"d", signal.SIGUSR1), (b"i", signal.SIGINT)):
+            for pid in job.pids if order in orders else ():
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGUSR1)
+                    os.kill(pid, number)
         if b"k" in orders or not orders:
             for pid in job.pids:
                 kill_group(pid)
@@ -264,16 +272,6 @@ class Server:
             for pid in job.pids:
                 kill_group(pid)
         kill_until_none(children)
-
-
-def _receive_exactly(channel: socket.socket, count: int) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        part = channel.recv(min(count - len(data), 1 << 20))
-        if not part:
-            raise RuntimeError("the launcher went away before the job was complete")
-        data += part
-    return bytes(data)
 
 
 def _spawn(spec: RankSpec) -> int:

@@ -20,6 +20,20 @@ RESULT = b"R"
 ERROR = b"E"
 REPORT = b"P"
 RELEASE = b"q"
+# What a session asks of a rank, one order after another: run a cell, say a value, take values, leave the
+# process group, join it anew, end.
+RUN, SAY, TAKE, LEAVE, REGROUP, END = b"c", b"g", b"v", b"l", b"n", b"z"
+
+
+def receive_exactly(channel: socket.socket, count: int) -> bytes:
+    """Block until `count` bytes have come. Raises ConnectionError where the other end is gone before."""
+    data = bytearray()
+    while len(data) < count:
+        part = channel.recv(min(count - len(data), 1 << 20))
+        if not part:
+            raise ConnectionError("the other end went away before all was said")
+        data += part
+    return bytes(data)
 
 
 class Sender:
@@ -41,6 +55,14 @@ class Sender:
     def send_json(self, kind: bytes, body: Any) -> None:
         """Send one message whose body is JSON."""
         self.send(kind, json.dumps(body).encode())
+
+    def receive(self) -> tuple[bytes, bytes] | None:
+        """Block until the launcher's next order, as (kind, body). None where it is gone."""
+        try:
+            kind, length = HEADER.unpack(receive_exactly(self._channel, HEADER.size))
+            return kind, receive_exactly(self._channel, length)
+        except OSError:
+            return None
 
     def wait_for_release(self) -> bool:
         """Block until the launcher lets go. False where it is gone."""

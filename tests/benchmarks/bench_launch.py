@@ -6,6 +6,7 @@ Every job is the same: 4 ranks, one all_reduce of one number. Each peer runs as 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from pathlib import Path
 from peers import peers_python
 
 NPROC = 4
+# Host names need not resolve on this machine; ours sets this by itself.
+ENVIRONMENT = {**os.environ, "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
 SCRIPT = """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -37,10 +40,10 @@ def job():
     assert ones.item() == dist.get_world_size()
 
 times = []
-for _ in range({repeats}):
+for repeat in range({repeats}):
     began = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()):
-        notebook_launcher(job, num_processes={nproc}, use_port="0")
+        notebook_launcher(job, num_processes={nproc}, use_port=str(29500 + repeat))
     times.append(time.perf_counter() - began)
 print(json.dumps(times))
 """
@@ -66,7 +69,9 @@ print(json.dumps(times))
 def timed_in(python: str | Path, code: str, repeats: int) -> list[float]:
     """The seconds that each repetition took, as `code` prints them."""
     filled = code.replace("{repeats}", str(repeats)).replace("{nproc}", str(NPROC))
-    done = subprocess.run([str(python), "-c", filled], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [str(python), "-c", filled], capture_output=True, text=True, timeout=120, env=ENVIRONMENT
+    )
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -86,6 +91,7 @@ def torchrun(script: Path, repeats: int) -> list[float]:
             check=True,
             capture_output=True,
             timeout=300,
+            env=ENVIRONMENT,
         )
         times.append(time.perf_counter() - began)
     return times

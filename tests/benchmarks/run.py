@@ -1,6 +1,6 @@
 """`make bench`: every figure that the project states about its own speed, measured on this machine.
 
-python tests/benchmarks/run.py [launch|memory|probe|figures|pace ...]
+python tests/benchmarks/run.py [launch|memory|probe|figures|pace|session|ring ...]
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from course_lib.machine import inspect
 
-BENCHMARKS = ("launch", "memory", "probe", "figures", "pace")
+BENCHMARKS = ("launch", "memory", "probe", "figures", "pace", "session", "ring")
 BUILD = Path(__file__).parents[2] / "build"
 
 
