@@ -132,8 +132,11 @@ def current_server() -> Server:
         if _current is not None and not _current.usable():
             stale, _current = _current, None
             # Jobs that other threads or sessions still run on it go on: it ends when they do.
-            if stale.owner_pid == os.getpid() and stale.process.poll() is None:
-                threading.Thread(target=stale.retire, daemon=True).start()
+            if stale.owner_pid == os.getpid():
+                retire = threading.Thread(target=stale.retire, daemon=True)
+                retire.start()
+                if stale.process.poll() is not None:
+                    retire.join()
         if _current is None:
             _current = Server()
         return _current

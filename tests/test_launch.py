@@ -303,13 +303,14 @@ def test_partial_spans_and_logs_of_a_stopped_job_are_kept():
 def test_an_interrupt_stops_the_job_and_leaves_the_notebook_usable(tmp_path):
     notebook = in_notebook(
         """
-        import time
+        import os, time
         from course_lib import JobInterrupted, last_run, launch, span
 
         def work():
             with span("first"):
                 pass
             print("running")
+            open(f"running{os.environ['RANK']}", "w").close()
             time.sleep(60)
 
         print("go", flush=True)
@@ -322,7 +323,10 @@ def test_an_interrupt_stops_the_job_and_leaves_the_notebook_usable(tmp_path):
         tmp_path,
     )
     assert notebook.stdout is not None and notebook.stdout.readline() == "go\n"
-    time.sleep(4)
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("running*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(1)  # spans come with the next beats
     sent = time.monotonic()
     notebook.send_signal(signal.SIGINT)
     output = notebook.communicate(timeout=30)[0]
