@@ -133,10 +133,10 @@ def current_server() -> Server:
             stale, _current = _current, None
             # Jobs that other threads or sessions still run on it go on: it ends when they do.
             if stale.owner_pid == os.getpid():
-                retire = threading.Thread(target=stale.retire, daemon=True)
-                retire.start()
-                if stale.process.poll() is not None:
-                    retire.join()
+                if stale.process.poll() is None:
+                    threading.Thread(target=stale.retire, daemon=True).start()
+                else:
+                    stale.retire()
         if _current is None:
             _current = Server()
         return _current

@@ -136,8 +136,7 @@ def _average(state: Any, bucket: Any) -> Any:
 
     gradient = bucket.buffer()
     gradient.div_(dist.get_world_size())
-    work = dist.all_reduce(gradient, async_op=True)
-    return work.get_future().then(lambda done: done.value()[0])
+    return dist.all_reduce(gradient, async_op=True).get_future()
 
 
 def _timed_bucket(hook: Callable, state: Any, bucket: Any) -> Any:
@@ -148,12 +147,15 @@ def _timed_bucket(hook: Callable, state: Any, bucket: Any) -> Any:
     start = spans.now()
     with spans.labelled(label):
         future = hook(state, bucket)
-    if spans.links_record_themselves():
-        return future
+    recorded = spans.links_record_themselves()
 
     def arrived(done: Any) -> Any:
-        spans.record(Span(spans.current_rank(), "all_reduce", start, spans.now(), size, LINK, step, label))
-        return done.value()
+        if not recorded:
+            end = spans.now()
+            spans.record(Span(spans.current_rank(), "all_reduce", start, end, size, LINK, step, label))
+        # One callback for both: each costs the step a turn at the GIL. A collective's future holds a list.
+        value = done.value()
+        return value[0] if isinstance(value, list) else value
 
     return future.then(arrived)
 

@@ -1,4 +1,4 @@
-"""What a `%%ranks` cell costs beyond its own work, in IPython, as a notebook runs it."""
+"""What a `%%ranks` cell costs beyond its own work, in IPython, and a step of the collectives' pictures."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 CELLS = """
@@ -52,4 +53,24 @@ def run(build: Path) -> dict[str, float]:
     holds = all(max(later) < 0.05 for _, _, later in measured.values())
     verdict = "holds" if holds else "DOES NOT HOLD"
     print(f"  {verdict}: a cell after the first takes under 50 ms beyond its own work")
+    figures["stepper"] = step_of_the_pictures()
     return figures
+
+
+def step_of_the_pictures() -> float:
+    """Print and return the seconds that the largest picture of the stepper takes, worst of many."""
+    from course_lib.collective_picture import CollectiveStepper
+
+    stepper = CollectiveStepper("all_to_all", 8)
+    took = []
+    for step in [*range(8)] * 10:
+        began = time.perf_counter()
+        stepper.step.value = step
+        took.append(time.perf_counter() - began)
+    verdict = "holds" if max(took) < 0.1 else "DOES NOT HOLD"
+    print(
+        f"A step of the collective stepper, 8 ranks: median {statistics.median(took) * 1e3:.1f} ms, "
+        f"worst {max(took) * 1e3:.1f}"
+    )
+    print(f"  {verdict}: a step takes under 100 ms")
+    return max(took)
